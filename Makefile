@@ -8,7 +8,7 @@ ARGS ?=
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
-EXTRAS := export,hf,metrics,mpi,mlflow,notebook,parquet,report,shards,slurm,optuna,wandb
+EXTRAS := bucket,export,hf,metrics,mpi,mlflow,notebook,parquet,ray,report,shards,slurm,optuna,wandb
 
 define ABOUT_TORCH
 installing into $(VENV) ...
@@ -54,7 +54,7 @@ test-all: setup ## every test, the slow ones too, side by side
 	@$(BIN)/python scripts/run_tests.py -m '' $(ARGS)
 
 faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less
-	@$(BIN)/python scripts/faults.py $(ARGS)
+	@$(BIN)/python scripts/faults $(ARGS)
 
 lint: setup ## ruff, as CI and pre-commit run it
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ def main() -> None:
     if problem := find_problem():
         print(f"error: lockstep: {problem}", file=sys.stderr)
         sys.exit(2)
-    from trainer.distributed.entry import main as start
+    from trainer.verbs import main as start
 
     start()
 

@@ -20,7 +20,11 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ("api_page", "architecture", "error_texts", "export", "features", "finetune", "report")
-LARGE = [f"tests/test_{name}.py" for name in (*LARGE, "transformers")]
+LARGE = [
+    path.relative_to(ROOT).as_posix()
+    for name in (*LARGE, "transformers", "chat", "hf", "images", "lm", "pretrained")
+    for path in ROOT.glob(f"tests/*/test_{name}.py")
+]
 INTERRUPTED = 2  # pytest's exit codes
 NO_TESTS = 5  # such as with -m
 
@@ -34,7 +38,16 @@ def find_third() -> int:
 
 def newest_first() -> list[str]:
     """Return the files of tests, those of the newest commits first; changed ones before them."""
-    words = ["git", "-C", str(ROOT), "log", "--format=%ct", "--name-only", "--", "tests/test_*.py"]
+    words = [
+        "git",
+        "-C",
+        str(ROOT),
+        "log",
+        "--format=%ct",
+        "--name-only",
+        "--",
+        "tests/*/test_*.py",
+    ]
     times: dict[str, int] = {}
     stamp = 0
     for line in subprocess.run(words, capture_output=True, text=True).stdout.split():
@@ -45,7 +58,7 @@ def newest_first() -> list[str]:
     words = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "tests"]
     for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
         times[line[3:]] = int(time.time())
-    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/test_*.py"))]
+    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/*/test_*.py"))]
     return sorted({*files} - {*LARGE}, key=lambda file: (-times.get(file, 0), file))
 
 

@@ -1,15 +1,16 @@
 """A classifier of transformers that tells from which package of the standard library a text is.
 
-Nothing is downloaded: without `task.options.model`, a folder, a new BERT and its words are built.
+Without `task.options.model` nothing is downloaded: a new BERT and its words are built.
 """
 
 import hashlib
+import sys
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from datasets import Dataset
@@ -18,17 +19,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
-from trainer import ConfigError, Trainer, limit
+from trainer import Trainer, limit
+from trainer.tasks import hf
 from trainer.tasks.text import cut
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "multiprocessing", "unittest", "urllib", "xml")
@@ -48,33 +46,35 @@ class Options:
     layers: Annotated[int, limit(min=1)]
     heads: Annotated[int, limit(min=1)]
     dropout: Annotated[float, limit(min=0, max=1)]
-
-    def __post_init__(self):
-        if self.model is not None and not Path(self.model, "config.json").is_file():
-            must = "must be a folder that save_pretrained of transformers has written"
-            raise ConfigError(f"task.options.model={self.model}: {must}")
+    lora: Annotated[int, limit(min=1)] | None
+    targets: str | list[str]
 
 
 class Finetune(Trainer):
     Options = Options
+    labels = PACKAGES
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def prepare(self):
+        hf.fetch(self.options.model)
+
+    @cached_property
+    def tokenizer(self):
         options = self.options
-        logging.disable_progress_bar()
-        if self.world.rank:
-            logging.set_verbosity_error()  # rank 0 tells which weights were loaded
-        if options.model:
-            self.tokenizer = AutoTokenizer.from_pretrained(options.model)
-        else:
-            self.tokenizer = build_tokenizer(
-                read_packages("train", options.texts)[0], options.words
-            )
+        if options.model is None:
+            return build_tokenizer(self.read_texts("train")[0], options.words)
+        tokenizer = hf.load_tokenizer(options.model)
+        if tokenizer.pad_token_id is None:  # as of a language model
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def read_texts(self, split: str) -> tuple[list[str], list[int]]:
+        """Return texts, and for each the number of its label."""
+        return read_packages(split, self.options.texts)
 
     def build_dataset(self, split):
         if split not in ("train", "eval"):
             raise ValueError("there are train and eval")
-        texts, labels = read_packages(split, self.options.texts)
+        texts, labels = self.read_texts(split)
         tokens = self.tokenizer(texts, truncation=True, max_length=self.options.context)
         return Dataset.from_dict({**tokens, "labels": labels})
 
@@ -88,14 +88,26 @@ class Finetune(Trainer):
 
     def build_model(self):
         options = self.options
-        names = dict(enumerate(PACKAGES))
-        if options.model:
-            config = AutoConfig.from_pretrained(options.model, id2label=names)
-            return AutoModelForSequenceClassification.from_pretrained(
-                options.model, config=config, ignore_mismatched_sizes=True
-            )
+        model = self.build_new() if options.model is None else self.load(options.model)
+        if options.lora is None:
+            return model
+        return hf.adapt(model, options.lora, options.targets)
+
+    def load(self, name):
+        model = hf.load_model(
+            "AutoModelForSequenceClassification",
+            name,
+            say=partial(print, file=sys.stderr) if self.world.rank == 0 else None,
+            id2label=dict(enumerate(self.labels)),
+            ignore_mismatched_sizes=True,
+        )
+        model.config.pad_token_id = self.tokenizer.pad_token_id
+        return model
+
+    def build_new(self):
+        options = self.options
         config = BertConfig(
-            id2label=names,
+            id2label=dict(enumerate(self.labels)),
             vocab_size=len(self.tokenizer),
             pad_token_id=self.tokenizer.pad_token_id,
             max_position_embeddings=options.context,
@@ -107,6 +119,12 @@ class Finetune(Trainer):
             attention_probs_dropout_prob=options.dropout,
         )
         return BertForSequenceClassification(config)
+
+    def blocks(self, model):
+        return hf.blocks_of(model)
+
+    def tensor_plan(self):
+        return "auto"
 
     def loss(self, outputs, labels):
         values = F.cross_entropy(outputs.logits, labels, reduction="none", ignore_index=NO_LABEL)

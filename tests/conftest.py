@@ -30,13 +30,13 @@ import torch
 import torch._dynamo  # once before any fork: it would take a second in each child
 import torch.distributed as dist
 from harness.huge_pages import use_huge_pages
-from harness.launch import SCRIPTS, children_of, kill_with_descendants
+from harness.launch import OF_SCRIPTS, SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch, wait_for
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
 harness.warm_up()
-sys.path.append(str(SCRIPTS))
+sys.path += [str(SCRIPTS), *(str(SCRIPTS / folder) for folder in OF_SCRIPTS)]
 LONGEST_S = 5.0  # limit of a default test, on an idle machine
 FAILS_AT = 2.0  # times the limit, in CI: the same test took 1.0 to 1.6 times as long on one machine
 END_S = 10.0  # processes of a test must end within this time after it
@@ -159,9 +159,13 @@ def takes(folder: str, name: str) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     folder = item.config.getoption("share")
-    return True if folder and not takes(folder, item.path.name) else None
+    if not folder or takes(folder, item.path.name):
+        return None
+    # the test before took this one for the next one, and left the folder of both open
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
 
 
 # Tests that take too long -------------------------------------------------------------------------

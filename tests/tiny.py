@@ -87,3 +87,21 @@ class TinyItems(Tiny):
 
     def augment(self, inputs, targets, random, train):
         return inputs, targets
+
+
+class DecidesByRounding(Tiny):
+    """Decides between sums that are equal but for rounding, as max pooling does in flat images."""
+
+    class Ties(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
+            numbers = torch.randn(64, 100_001, generator=torch.Generator().manual_seed(0))
+            self.register_buffer("numbers", numbers.double(), persistent=False)
+
+        def forward(self, x):
+            is_larger = torch.stack([n.sum() > n.view(11, -1).sum(1).sum() for n in self.numbers])
+            return self.inner(x) * (1 + 1e-6 * is_larger.sum())
+
+    def build_model(self):
+        return self.Ties()

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.folder import read_settings
-from trainer.config.hints import suggest
-from trainer.config.options import find_options
+from trainer.config import bucket
 from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
-from trainer.distributed import entry
-from trainer.distributed.launchers import CODES, find_launcher, record_failure
+from trainer.config.typed import suggest
+from trainer.config.working_folder import find_options, read_settings
+from trainer.distributed import launchers
+from trainer.distributed.launchers import CODES, ERROR_FILE, find_launcher, record_failure
 from trainer.distributed.signals import (
     CODE_OF_INTERRUPT,
     INTERRUPTED,
@@ -40,7 +40,7 @@ from trainer.errors import (
     shortened,
     visible,
 )
-from trainer.process.loading import uncollected
+from trainer.process import uncollected
 from trainer.process.streams import SoleDocument, outlive_terminal
 from trainer.process.tracebacks import (
     describe_cause,
@@ -54,8 +54,8 @@ HELP_FLAGS = ("-h", "--help")
 JSON = "--json"
 JSON_HELP = f"""
 
-{JSON} prints the result as one JSON object: the exit code, the result in a word, and its parts, or
-the code and the error. Everything else is then written to standard error."""
+{JSON} prints one JSON object: exit code, result in one word and details, or exit code and error.
+Everything else then goes to standard error."""
 SWEEP_FLAGS = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
@@ -86,7 +86,7 @@ def run(
             code = 0
         elif usage and len(words) < len(arguments):
             text = usage if isinstance(usage, str) else usage(words)
-            print(entry.as_started(text + JSON_HELP * has_json))
+            print(launchers.as_started(text + JSON_HELP * has_json))
             code = 0
         elif has_json and JSON in arguments:
             _documents.append(SoleDocument())
@@ -115,6 +115,12 @@ def answer(code: int, result: str, facts: Mapping[str, Any], show: Callable[[], 
     return code
 
 
+def tell(show: Callable[[], object]) -> None:
+    """Print part of an answer for a reader, as `answer` does."""
+    if not _documents:
+        show()
+
+
 def _write_document(content: Mapping[str, Any]) -> None:
     """Print an object on rank 0 with --json, with null for numbers that JSON does not have."""
     if _documents and _find_rank() == 0:
@@ -126,7 +132,7 @@ def _write_document(content: Mapping[str, Any]) -> None:
 def _summarize(error: BaseException) -> str:
     """Return an error in one line."""
     if isinstance(error, (ConfigError, RunError)):
-        return entry.as_started(message_of(error))
+        return launchers.as_started(message_of(error))
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else describe_cause(error)
 
 
@@ -198,14 +204,19 @@ def _find_rank() -> int:
 
 def _print_error(error: Exception) -> None:
     """Print the error on rank 0. Another rank waits, and prints it only if it is still alive."""
-    is_ending = let_go()
     rank = _find_rank()
+    # torchrun ends the ranks that wait, and lists each that ends with another code than 0: rank 0
+    # has the same error, and its line should not be lost among seven lines for each other rank.
+    is_listed = rank > 0 and isinstance(error, ConfigError) and ERROR_FILE in os.environ
+    is_ending = let_go(is_failure=not is_listed)
     if rank and is_ending:
+        if is_listed:
+            os._exit(0)
         return
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    line = shortened(entry.as_started(f"error: {who}{message_of(error)}"))
+    line = shortened(launchers.as_started(f"error: {who}{message_of(error)}"))
     print(visible(line), file=sys.stderr, flush=True)
 
 
@@ -233,6 +244,7 @@ def _exit(code: int) -> None:
         sys.exit(0)
     if code == 0:
         _finish()
+    bucket.remove_copies()  # os._exit calls no atexit
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for child in multiprocessing.active_children():
@@ -299,10 +311,19 @@ def single(words: Sequence[str], advice: str) -> str:
     return words[0]
 
 
+def local(place: str) -> str:
+    """Return a run directory, or a copy of a run in a bucket, which this process removes."""
+    if not bucket.is_address(place):
+        return place
+    if problem := bucket.address_problem(place):
+        raise ConfigError(f"{place}: {problem}; give another place")
+    return str(bucket.copy_of(place))
+
+
 def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str], list[str]]:
     """Return (run directory, overrides, config dirs). Raises ConfigError(advice) without one."""
     words, config_dirs = split_arguments(arguments)
-    place = single([word for word in words if "=" not in word], advice)
+    place = single([local(word) for word in words if "=" not in word], advice)
     return place, [word for word in words if "=" in word], config_dirs
 
 
@@ -346,7 +367,7 @@ def load_task(config: Config) -> Any:
     name = config.task.trainer
     if "." not in name:
         raise ConfigError(f"task.trainer={name}: must be <module>.<class>")
-    from trainer.trainer import Trainer  # first: it calls vector_math.resolve
+    from trainer.trainer import Trainer  # first: it calls resolve_vector_functions
 
     task = resolve(name, "task.trainer", config.packages)
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:

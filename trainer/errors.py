@@ -1,11 +1,22 @@
 """Exceptions with one-line messages: mistakes that the user can fix, and failures of a run."""
 
+import difflib
+import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+
+INDENT = re.compile(r"\n {8,}")  # of a text in a statement; a value has its own line breaks
 
 
 class _OneLine(Exception):
-    """Error whose message says all; a notebook shows it without a traceback."""
+    """Error whose message says all, in one line; a notebook shows it without a traceback.
+
+    The code may write it over several lines: a line break and the indent after it are a space.
+    """
+
+    def __init__(self, message: object = ""):
+        super().__init__(INDENT.sub(" ", str(message)))
 
     def _render_traceback_(self) -> list[str]:
         return [f"error: {self}"]
@@ -24,6 +35,21 @@ class RunError(_OneLine, RuntimeError):
 
 
 MOST = 2000  # characters of a message that are shown: the first and the last half of them
+
+
+class ServerError(RunError):
+    """A server that does not answer, or a cache without room: other files cannot be read either."""
+
+
+class ShardError(RunError):
+    """A shard that cannot be read; the example so many later is in another one."""
+
+    def __init__(self, message: str, num_examples: int):
+        super().__init__(message)
+        self.num_examples = num_examples
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return ShardError, (str(self), self.num_examples)
 
 
 def visible(text: str) -> str:
@@ -80,6 +106,17 @@ def place_of(error: BaseException) -> str:
         return "an unknown place"
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+def closest(name: str, known: Iterable[str], least: float = 0.7) -> str:
+    """Return the known name that is most similar, with a likeness of at least `least`, or ""."""
+    return next(iter(difflib.get_close_matches(name, [*known], n=1, cutoff=least)), "")
+
+
+def did_you_mean(name: str, known: Iterable[str], least: float = 0.7) -> str:
+    """Return advice for a name with a typo, such as `; did you mean resnet18?`, or ""."""
+    near = closest(name, known, least)
+    return f"; did you mean {near}?" if near else ""
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

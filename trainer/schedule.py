@@ -8,6 +8,7 @@ rate for the update at 0-based `step`. All but `one_cycle` warm up linearly over
 import bisect
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 from trainer.config.schema import Config
@@ -26,23 +27,22 @@ class Schedule:
 
     def __init__(self, factor: Factor, name: str):
         """`name` is shown in errors."""
-        self._factor = factor
+        self.factor = factor
         self._name = name
 
     def check(self, num_steps: int) -> None:
         """Raise ConfigError if the factor of a step is wrong; try some of very many."""
-        if not callable(self._factor):
-            kind = type(self._factor).__name__
-            must = "must return one factor(step), a number, for all optimizers"
-            own = "for one alone, multiply its param_groups' lr in train_step"
-            raise ConfigError(f"{self._name} returned a {kind}: {must}; {own}")
+        if not callable(self.factor):
+            raise ConfigError(f"""{self._name} returned a {type(self.factor).__name__}:
+                must return one factor(step), a number, for all optimizers;
+                for one alone, multiply its param_groups' lr in train_step""")
         for step in {*range(0, num_steps, max(1, num_steps // MOST_TRIED)), num_steps - 1}:
             self(step)
 
     def __call__(self, step: int) -> float:
         """Return the factor of a 0-based step. Raises ConfigError unless it is at least 0."""
         try:
-            factor = self._factor(step)
+            factor = self.factor(step)
         except Exception as error:
             raise self._refuse(f"raised {describe_with_place(error)}", step) from None
         try:
@@ -54,8 +54,18 @@ class Schedule:
         return number
 
     def _refuse(self, what: str, step: int) -> ConfigError:
-        must = "must return factor(step), a finite number of at least 0"
-        return ConfigError(f"{self._name}: {what} for step {step} (the first is 0): {must}")
+        return ConfigError(f"""{self._name}: {what} for step {step} (the first is 0):
+            must return factor(step), a finite number of at least 0""")
+
+
+def describe_longer_run(schedule_of: Callable[[int], Factor], num_steps: int) -> list[str]:
+    """Return a line if a run twice as long goes on with another rate than this one ends with."""
+    with suppress(ConfigError):  # of a schedule of the user's that knows one length
+        ends, goes_on = (schedule_of(n * num_steps)(num_steps - 1) for n in (1, 2))
+        if abs(goes_on - ends) > 0.01 * max(goes_on, ends):
+            rise = f"the schedule is computed for the new length, so the rate goes from {ends:.3g}"
+            return [f"a longer run: {rise} to {goes_on:.3g} of its peak"]
+    return []
 
 
 def rate_scale(config: Config) -> float:

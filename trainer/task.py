@@ -2,7 +2,7 @@
 
 Vocabulary: a step trains on one global batch. Each rank gets a local batch, a part of the global
 batch, and splits it into micro-batches. Every hook runs on every rank and must not depend on the
-rank. `python -m trainer.verify task=<name>` checks that.
+rank. `python -m trainer.prove task=<name>` checks that.
 
 For each micro-batch the framework calls
 
@@ -24,17 +24,17 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.config.schema import Config
 from trainer.config.targets import Spec, call_target
-from trainer.config.typed import build, defaults_of, unknown
+from trainer.config.typed import OptionMapping, build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
-from trainer.data.sampling.base import Sampling
+from trainer.data.sampling import Sampling
 from trainer.distributed.world import World
-from trainer.engine.means import Values
 from trainer.engine.optimizers import split_for_muon
-from trainer.engine.outcome import Outcome
+from trainer.engine.step import Outcome
+from trainer.engine.values import Values
 from trainer.errors import ConfigError
 from trainer.rng.philox import Random
-from trainer.strategy.base import find_devices
-from trainer.strategy.mesh_model.optimizer_trial import fused_option
+from trainer.strategy.choice import find_devices
+from trainer.strategy.optimizer_trial import fused_option
 
 Split = str  # "train", "eval", or a name in eval.splits
 
@@ -58,8 +58,8 @@ class Task:
             class Options:
                 width: int
 
-    `self.options` is then an instance of it, else the plain mapping. `self.config` is the whole
-    configuration, and `self.world` describes this rank, the world size and the device.
+    `self.options` is then an instance of it, else a mapping whose names are attributes too.
+    `self.config` is the whole configuration; `self.world` has rank, world size and device.
     """
 
     Options: type | None = None
@@ -68,8 +68,8 @@ class Task:
 
     def __init__(self, config: Config, world: World | None = None):
         if not isinstance(config, Config):
-            given = f"{type(self).__name__}: config is a {type(config).__name__}"
-            raise ConfigError(f"{given}: must be what trainer.load_config([...]) returns")
+            raise ConfigError(f"""{type(self).__name__}: config is a {type(config).__name__}:
+                must be what trainer.load_config([...]) returns""")
         world = world or World.from_environment()
         self.config = config
         self.world = world.with_devices(find_devices(config.strategy, world))
@@ -77,7 +77,9 @@ class Task:
         if self.Options is None and config.unlisted:
             listed = [name for name in values if name not in config.unlisted]
             raise unknown("task.options.", config.unlisted[0], listed)
-        self.options: Any = build(self.Options, values, "task.options.") if self.Options else values
+        self.options: Any = OptionMapping(values)
+        if self.Options:
+            self.options = build(self.Options, values, "task.options.")
         if self.Options and (defaults := defaults_of(self.options, values)):
             task = replace(config.task, options={**values, **defaults})
             implied = [*config.implied, *defaults]
@@ -88,12 +90,11 @@ class Task:
     def build_model(self) -> nn.Module:
         """Return the model, on the CPU and without a wrapper such as DDP.
 
-        Called after `build_dataset`. torch's generators are seeded with `run.seed` before the
-        call, so every rank initialises the same weights. The framework then converts the model to
-        the dtype of the run, moves it to the device and wraps it. With
-        `strategy.devices_per_rank` above 1 the framework divides its `blocks` over the devices;
-        a model that has moved its parts to `self.world.devices` is left as it is. It needs at least
-        one trainable parameter.
+        Called after `build_dataset`, with torch's generators seeded by `run.seed`, so every rank
+        initialises the same weights. The framework then converts the model to the dtype of the
+        run, moves it to the device and wraps it. With `strategy.devices_per_rank` above 1 it
+        divides the `blocks` over the devices, unless the model has moved its parts to
+        `self.world.devices`. At least one parameter must be trainable.
         """
         raise _unwritten(self, "build_model()")
 
@@ -102,19 +103,17 @@ class Task:
 
         Called before `build_model`, once for "train" and for each one of `eval.splits`. Return None
         for "eval" to train without evaluation, and raise ValueError for an unknown split.
-        The framework shuffles, shards and batches: return all examples on every rank, in the same
-        order. A `ResidentDataset` or `TensorDataset` is kept on the device. Any other dataset is
-        read through `DataLoader` with `data.workers` processes; `random`, `numpy` and `torch` are
-        seeded per example, so random transforms are reproducible.
+        Return all examples on every rank, in the same order: the framework shuffles, shards and
+        batches. Tensors (`ResidentDataset`, `TensorDataset`) stay on the device; `DataLoader` reads
+        others, with `random`, `numpy` and `torch` seeded per example.
         """
         raise _unwritten(self, "build_dataset(split)")
 
     def sampling(self, split: str) -> Sampling | None:
         """Return which examples an epoch takes: `Weighted`, `Mixture`, `ClassBalanced` or None.
 
-        Called for "train", after `build_dataset`. With None, the default, each example is taken
-        once an epoch. A sampling is a function of seed, epoch and position, so the batches are the
-        same in any layout and after a resume.
+        Called for "train", after `build_dataset`. None, the default, takes each example once an
+        epoch. A sampling is a function of seed, epoch and position.
         """
         return None
 
@@ -126,7 +125,7 @@ class Task:
         Return a tensor of shape (batch, ...), or a pair (values, weights) of that shape where
         weights are at least 0 and require no gradient; return the same form in every call. The
         framework computes sum(values * weights) / sum(weights) over the global batch. Without
-        weights each value counts 1, and the number of values per example must be constant.
+        weights, the number of values per example must be constant.
 
             return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -137,11 +136,11 @@ class Task:
     # A task may override these ------------------------------------------------------------------
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]:
-        """Return further values to average in evaluation, by name, in the form that `loss` returns.
+        """Return more values to average in evaluation, by name, in the form that `loss` returns.
 
         Called for each micro-batch of an evaluation, without gradients and with the model in eval
-        mode. It may see rows of padding, whose values are cut off afterwards. Each mean over the
-        eval split is logged as `eval/<name>`; the name "loss" is taken.
+        mode. Values of padding rows are cut off afterwards. Each mean over the split is logged as
+        `eval/<name>`; the name "loss" is taken.
 
             return {"accuracy": (outputs.argmax(1) == targets).float()}
         """
@@ -150,26 +149,34 @@ class Task:
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Return scores computed from the means of an evaluation, logged as `eval/<name>`.
 
-        Called once per evaluation. `means` holds "loss", the means of `metrics`, and the results
-        of `build_metrics`, over all ranks.
+        `means` holds "loss" and the results of `metrics` and `build_metrics`, over all ranks.
 
             return {"perplexity": math.exp(means["loss"])}
         """
         return {}
 
     def predict(self, outputs: Any) -> Any:
-        """Return what `python -m trainer.predict` writes: a tensor, or tensors by name.
+        """Return what `python -m trainer.use RUN out=FILE` writes: a tensor, or tensors by name.
 
         Called for each micro-batch, without gradients and with the model in eval mode. Each tensor
-        has a row for each example, also for those of padding, which are cut off afterwards. The
-        default returns the outputs of the model.
+        has a row per example; rows of padding are cut off afterwards. By default, the outputs.
 
             return {"class": outputs.argmax(1), "probability": outputs.softmax(1).amax(1)}
         """
         return outputs
 
+    def samples(self, forward: Callable[[Any], Any]) -> dict[str, str]:
+        """Return texts by name that show what the model does, such as its answers to questions.
+
+        Called on every rank after an evaluation of a training, without gradients and with the model
+        in eval mode, but not if tensor, context or pipeline parallel divide it.
+        `forward(inputs)` computes outputs; call it equally often on every rank. The texts of rank 0
+        go to the terminal, the record and the report.
+        """
+        return {}
+
     def build_metrics(self, split: str) -> dict[str, Any]:
-        """Return torchmetrics by name, for scores that are no mean over examples, such as AUROC.
+        """Return torchmetrics by name, for scores that are not averages, such as AUROC.
 
         Called once for each one of `eval.splits`. The framework moves each metric to the device and
         calls `update(outputs, targets)` without padding rows, `compute()` and `reset()`. The metric
@@ -182,9 +189,8 @@ class Task:
         """Return (inputs, targets) after augmentation and preprocessing, on the device.
 
         Called for each micro-batch, with `train` False in evaluation. Draw only from `random`: its
-        rows are keyed by (seed, split, name, epoch, example), so they depend neither on the rank
-        nor on the size of the micro-batch. Other generators would make the run depend on its
-        layout.
+        rows are keyed by (seed, split, name, epoch, example). Other generators would make the run
+        depend on its layout.
 
             noise = random.normal("noise", 3)       # (batch, 3)
             return (inputs + 0.1 * noise if train else inputs), targets
@@ -194,9 +200,8 @@ class Task:
     def prepare(self) -> None:
         """Download or convert what `build_dataset` and `build_model` read.
 
-        Called before them, on one rank of each node, while the others wait: `fit`, `evaluate` and
-        the verbs call it at each start, so return at once if the files exist. A rank that fails
-        ends all of them.
+        Called before them at each start, on one rank of each node, while the others wait. Return
+        at once if the files exist. If one rank fails, all of them end.
         """
 
     def collate(self, rows: list[Any]) -> Any:
@@ -214,8 +219,7 @@ class Task:
         """Return (inputs, targets) from a micro-batch of the dataset.
 
         `batch` holds batch-first tensors on the device: the tuple of a `TensorDataset`, else the
-        result of torch's `default_collate`. The default expects a pair. Override it for datasets
-        that return dicts, or derive the targets from the inputs:
+        result of `collate`. Override this if it is not a pair:
 
             return batch["image"], batch["label"]
 
@@ -225,17 +229,16 @@ class Task:
         if is_sequence and len(batch) == 2:
             return batch[0], batch[1]
         returned = f"{len(batch)} parts" if is_sequence else f"a {type(batch).__name__}"
-        must = "must be (inputs, targets); otherwise override split_batch"
-        raise ConfigError(f"the dataset returned {returned}: {must}")
+        raise ConfigError(f"""the dataset returned {returned}: must be (inputs, targets);
+            otherwise override split_batch""")
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
         """Return an optimizer, or a list of them, for the model.
 
-        Called once, after the model is on its device. `model` is what `build_model` returned,
-        without a wrapper. The default builds `optim._target_` on all trainable parameters, fused
-        where torch supports it; torch.optim.Muon gets the matrices, and AdamW the rest. The
-        learning rate of each parameter group is its base rate: `build_schedule` scales it. `update`
-        steps all optimizers, unless you pass it a list of some.
+        Called once, after the model is on its device. `model` is what `build_model` returned. The
+        default builds `optim._target_` on all trainable parameters, fused where torch supports it;
+        torch.optim.Muon gets the matrices, and AdamW the rest. The learning rate of each parameter
+        group is its base rate, which `build_schedule` scales.
         """
         spec = self.config.optim
         if spec["_target_"] != "torch.optim.Muon":
@@ -248,9 +251,9 @@ class Task:
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """Return `factor(step)`, which multiplies the base rate of every parameter group.
 
-        `num_steps` is the length of the run in optimizer steps, `step` counts from 0. The factor
-        must be finite, at least 0 and a pure function of the step: checkpoints hold no schedule
-        state. The default builds the `schedule` group.
+        `num_steps` is the length of the run in optimizer steps; `step` counts from 0. The factor
+        must be finite, at least 0 and a pure function of the step. The default builds the
+        `schedule` group.
 
             return lambda step: 1 - step / num_steps
         """
@@ -259,10 +262,9 @@ class Task:
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that make up most of the model, such as the layers of a transformer.
 
-        They are the units that `strategy=fsdp` gathers one at a time, that the stages of a pipeline
-        divide between them, that `strategy.recompute=blocks` computes again in backward, and that
-        are compiled separately. The rest of the model is one unit more. For a pipeline they must
-        run in this order.
+        They are the units that `strategy=fsdp` gathers, pipeline stages divide,
+        `strategy.recompute=blocks` recomputes in backward, and torch.compile compiles. The rest of
+        the model is one more unit. For a pipeline they must run in this order.
 
             return list(model.layers)
         """
@@ -271,12 +273,11 @@ class Task:
     def tensor_plan(self) -> dict[str, str] | Literal["auto"]:
         """Return how `strategy.mesh.tensor` divides layers, by patterns of their names.
 
-        `columns` divides the outputs of an nn.Linear, `rows` the inputs of the one after it;
+        `columns` divides the outputs of an nn.Linear, `rows` the inputs of the next one;
         `columns/3` divides each of three packed matrices; `vocabulary` divides the entries of an
         nn.Embedding and the nn.Linear that scores them. Code between columns and rows gets a part
-        of the outputs: write -1 for the number of heads, and take rows and positions from the
-        shape of these outputs. `*` stands for one part of a name, `|` for or. "auto" takes the
-        plan of a model of transformers, from its config or by its family.
+        of the outputs, so write -1 for the number of heads. `*` stands for one part of a name, `|`
+        for or. "auto" takes the plan of a model of transformers.
 
             return {"blocks.*.query|key|value|widen": "columns", "blocks.*.project|narrow": "rows"}
         """
@@ -285,9 +286,8 @@ class Task:
     def train_step(self, batch: LocalBatch) -> Outcome:
         """Train on one global batch and return the outcome. The default is `self.update(batch)`.
 
-        `batch` is the local batch: iterating it yields (inputs, targets) per micro-batch.
-        `update` is a collective: make the same calls in the same order on every rank. Return the
-        outcome of one update, or the sum of several:
+        Iterating `batch` yields (inputs, targets) per micro-batch. `update` is a collective: make
+        the same calls in the same order on every rank, and return the sum of their outcomes:
 
             critic, generator = self.optimizers
             outcome = self.update(batch, self.critic_loss, [critic], "critic")
@@ -297,8 +297,8 @@ class Task:
 
 
 def _unwritten(task: Task, method: str) -> ConfigError:
-    name = task.config.task.trainer
-    return ConfigError(f"task.trainer={name}: has no {method}; define it in the class")
+    return ConfigError(f"""task.trainer={task.config.task.trainer}: has no {method};
+        define it in the class""")
 
 
 def _call_optimizer(task: Task, spec: Spec, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -1,10 +1,9 @@
-"""`Trainer`, the base class of every task, and the training loop."""
+"""`Trainer`, the base class of every task."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,44 +11,55 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
 from trainer.distributed.world import World
-from trainer.engine.decisions import RolledBack
-from trainer.engine.engine import open_ema
+from trainer.engine.engine import Engine
 from trainer.engine.evaluation import Evaluator
-from trainer.engine.means import Values, check_name
 from trainer.engine.optimizers import check_optimizers
-from trainer.engine.outcome import Outcome
+from trainer.engine.step import Outcome
+from trainer.engine.values import Values, check_name
 from trainer.errors import ConfigError, visible
-from trainer.record import resume
+from trainer.loop.folder_export import export_at_end
+from trainer.loop.run import Run
+from trainer.loop.training import FitResult, examine, start, train
 from trainer.record.startup import Summary
-from trainer.run import Run
-from trainer.setup.agreement import Session, open_session
 from trainer.setup.build import Setup
-from trainer.setup.cell import train_on_ranks
-from trainer.setup.checks import check_evaluation, check_training, try_optimizer
-from trainer.setup.failures import failures_named
+from trainer.setup.notebook_launch import train_on_ranks
+from trainer.strategy.tensor_parallel.loss_parallel import gather_parts, sizes_of
 from trainer.task import Task
+
+
+def gather_rows(engine: Engine, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
+    """Return the rows of all ranks, and the number of this rank's first one among them."""
+    if engine.checks.row_check.gathering.is_on:
+        return engine.checks.row_check.gathering.take(tensor)
+    rows = engine.recorder.count_rows()
+    if rows is None:
+        return tensor, 0
+    given = "gather_rows: needs the whole global batch at once"
+    if num_batches > 1:
+        raise ConfigError(f"""{given}, and a rank has {num_batches} micro-batches;
+            set data.micro_batch=null, or use more ranks""")
+    if not tensor.dim() or len(tensor) != rows:
+        raise ConfigError(f"gather_rows got shape {tuple(tensor.shape)}: must have {rows} rows")
+    axis = engine.strategy.world.groups["data"]
+    total = engine.strategy.spec.config.data.global_batch
+    sizes = sizes_of(total, axis)
+    if sizes[axis.rank] != rows:
+        raise ConfigError(f"""data.global_batch={total}:
+            must be a multiple of {axis.size} x run.norm_rows for gather_rows""")
+    first = sum(sizes[: axis.rank])
+    if axis.size == 1:
+        return tensor, 0
+    return gather_parts(tensor, 0, total, axis), first
+
 
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """The part of a finished run that a Trainer keeps; `directory` is None if `fit` never ran.
-
-    `model` is None if it was divided over the ranks, or theirs alone.
-    """
-
-    model: nn.Module | None
-    step: int
-    directory: Path | None
-
-
 class Trainer(Task):
-    """Base class of a task: trains and evaluates it in any layout.
+    """Base class of a task, which trains and evaluates it in any layout.
 
     A subclass must define `build_model`, `build_dataset` and `loss`. See `Task` for all hooks.
     """
@@ -67,20 +77,20 @@ class Trainer(Task):
     def model(self) -> nn.Module:
         """The model as `build_model` returned it.
 
-        Raises RuntimeError before `fit` or `evaluate` has built it, and afterwards if it was
-        divided over ranks, whose group has then ended, or in the processes of `launch`.
+        Raises RuntimeError before `fit` or `evaluate` has built it, and after a run that divided it
+        over ranks or ran in the processes of `launch`.
         """
         if self._run is None:
             raise RuntimeError("model: is not built yet; call fit or evaluate first")
         if self._run.model is None:
-            advice = "read the weights with python -m trainer.checkpoints DIR --export FILE"
+            advice = "read the weights with python -m trainer.use RUN out=FILE.safetensors"
             raise RuntimeError(f"model: was in the ranks, whose group has ended; {advice}")
         return self._run.model
 
     @property
     def step(self) -> int:
         """Number of global batches trained on so far."""
-        return 0 if self._run is None else self._run.step
+        return self._run.step if isinstance(self._run, (Run, FitResult)) else 0
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -88,7 +98,7 @@ class Trainer(Task):
 
         Raises RuntimeError unless `fit` is running.
         """
-        return list(_running(self._run).engine.optimizers)
+        return list(active_run(self).engine.optimizers)
 
     def train_step(self, batch: LocalBatch) -> Outcome:
         return self.update(batch)
@@ -104,25 +114,24 @@ class Trainer(Task):
 
         Call it in `train_step`. `loss(outputs, targets)` returns values in the form of
         `Trainer.loss`, which is the default. The mean is logged as `train/<name>`. Only
-        `optimizers` step, by default all that `build_optimizer` returned. A second update may use
-        the same `batch`: return the sum of both outcomes.
+        `optimizers` step, by default all of them. A second update may use the same `batch`.
         """
         if not isinstance(batch, (LocalBatch, list)):
             raise ConfigError(f"update got a {type(batch).__name__}: must be train_step's batch")
-        check_name("update got", name)
+        if name != "loss":
+            check_name("update got", name)
         if optimizers is not None:
             some = list(optimizers) if isinstance(optimizers, tuple) else optimizers
             optimizers = check_optimizers(some, "update got")
-        return _running(self._run).engine.update(batch, loss or self.loss, optimizers, name)
+        return active_run(self).engine.update(batch, loss or self.loss, optimizers, name)
 
     def record(self, name: str, values: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Log the mean of values over the global batches of an interval, as `train/<name>`.
 
-        Call it in `loss` or `train_step`, with a value per example: a tensor (rows, ...), and
-        weights of its shape. It is reduced as the loss is, so it does not depend on the layout.
-        Outside of training it does nothing. Values need no gradient, and get none. Raises
-        ConfigError for a scalar, for other rows than those of the micro-batch, and for the name of
-        an update, such as "loss".
+        Call it in `loss` or `train_step`, with a tensor (rows, ...) and weights of its shape. It is
+        reduced as the loss is, so it does not depend on the layout. Values get no gradient. Outside
+        of training it does nothing. Raises ConfigError for a scalar, for other rows than those of
+        the micro-batch, and for the name of an update, such as "loss".
 
             self.record("accuracy", (outputs.argmax(1) == targets).float())
         """
@@ -131,24 +140,22 @@ class Trainer(Task):
             self._run.engine.recorder.record(name, returned)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, with exit code 0, evaluated and saved; on all ranks.
+        """End the run on all ranks after this step, evaluated and saved, with exit code 0.
 
         Call it on one rank or more, in `loss`, `train_step`, `metrics` or `summarize`. Outside of
-        training it does nothing. A resume knows of it: it ends at once, unless it gives the run
-        more steps.
+        training it does nothing. A resume ends at once too, unless it gives the run more steps.
 
             if means["accuracy"] > 0.94: self.stop("accuracy above 0.94")
         """
-        if isinstance(self._run, Run) and not self._run.engine.proof.is_running:
+        if isinstance(self._run, Run) and not self._run.engine.checks.is_running:
             self._run.requests.ask_for_end(visible(str(reason or "the task asked for it")))
 
     def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows (global batch, ...) of all ranks, and the number of this rank's first.
 
-        For losses that compare the rows of a batch, such as a contrastive loss. Call it in `loss`,
-        on every rank. The gradient of each row is the sum over the ranks. Outside of an update, as
-        in an evaluation, it returns this micro-batch alone. Raises ConfigError if a rank has
-        several micro-batches: the whole batch is then never there at once.
+        For contrastive losses: call it in `loss`, on every rank. The gradient of each row is the
+        sum over the ranks. Outside of an update, as in an evaluation, it returns only this
+        micro-batch. Raises ConfigError if a rank has several micro-batches.
 
             others, first = self.gather_rows(images)
             targets = first + torch.arange(len(texts), device=texts.device)
@@ -156,14 +163,14 @@ class Trainer(Task):
         """
         if not isinstance(self._run, Run):
             return tensor, 0
-        return self._run.engine.gather_rows(tensor, self._run.batches.plan.accumulation)
+        return gather_rows(self._run.engine, tensor, self._run.batches.plan.accumulation)
 
     def save_checkpoint(self) -> Path:
         """Request a checkpoint of the state after this step, and return its future path.
 
         Call it in `train_step`, on every rank.
         """
-        return _running(self._run).request_save()
+        return active_run(self).request_save()
 
     def load_checkpoint(self, path: Path) -> None:
         """Start the next `fit` or `evaluate` from a checkpoint, as with `run.resume`."""
@@ -175,24 +182,18 @@ class Trainer(Task):
     def fit(self) -> Summary:
         """Train until the end of the run or a stop request, and return a summary. A collective.
 
-        Raises ConfigError or CheckpointError, with a one-line message, for a mistake that the user
-        can fix, and RunError if the run cannot continue.
+        Raises ConfigError or CheckpointError for a mistake that the user can fix, and RunError if
+        the run cannot continue.
         """
-        self._run = None
-        origin = check_training(self.config, self.world)
-        try_optimizer(self.config)
-        try:
-            with open_session(self, origin, first_steps) as session:
-                return _train(self, session)
-        finally:
-            if not isinstance(self._run, FitResult):
-                self._run = None  # nothing is open any more
+        summary = start(self, train)
+        export_at_end(self, summary)
+        return summary
 
     def launch(self, ranks: int) -> Summary:
-        """Fit as `ranks` new processes of this machine, as from a cell that defines the class.
+        """Fit on `ranks` new processes of this machine, for example from a notebook.
 
-        Their output appears here; an interrupt makes them save and stop. `evaluate` then evaluates
-        the run. Raises what `fit` raises, and ConfigError without the package cloudpickle.
+        Their output appears here, and an interrupt makes them save and stop. `evaluate` then
+        evaluates the run. Raises what `fit` raises, and ConfigError without cloudpickle.
         """
         summary = train_on_ranks(self, ranks)
         self._run = FitResult(None, summary.step, summary.directory)
@@ -202,114 +203,25 @@ class Trainer(Task):
         """Return the metrics on the splits of `eval.splits`, `{"eval/loss": ...}`. A collective.
 
         While `fit` runs, evaluate the model in training. Otherwise evaluate the checkpoint of
-        `run.resume`, else of the run that was trained last, else the newly built model. Return an
-        empty dict if there is no such data. Raises KeyboardInterrupt after a stop request.
+        `run.resume`, else of the last run of this task, else the newly built model. Return an
+        empty dict without such data. Raises KeyboardInterrupt after a stop request.
         """
         if isinstance(self._run, Run):
             return self._run.evaluate()
         return examine(self, Evaluator.evaluate)
 
 
-def _train(task: Trainer, session: Session) -> Summary:
-    """Train, again from the newest checkpoint after each rollback."""
-    group = session.ranks.group
-    origin = session.origin
-    rolled_back: set[int] = set()
-    while True:
-        try:
-            with failures_named(group, task.config):
-                splits = ("train", *task.config.eval.splits)
-                task._run = Setup(task, session.ranks, splits, session.notes)
-                opened = Run(task, task._run, origin, rolled_back)
-                with opened as task._run, failures_named(group, task.config):
-                    del opened  # a reference to DDP's wrapper must not outlive its group
-                    summary = loop(task, task._run)
-                model = task._run.engine.strategy.close()
-                task._run = FitResult(model, task.step, summary.directory)
-                return summary
-        except RolledBack as back:
-            rolled_back.add(back.step)
-            origin = resume.roll_back(back.directory, origin)
-            task._run = None  # free the wrapper before the next one is built
+def active_run(task: Trainer) -> Run:
+    """Return the run that `fit` of a task trains: its engine, batches, state, record, checkpoints.
 
-
-def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
-    """Load the weights as `Trainer.evaluate` does, and return `use(evaluator)`. A collective.
-
-    Raises KeyboardInterrupt after a stop request, if `use` returns None.
+    Verbs and tests that record or examine steps read a run here. It is no property of `Trainer`,
+    whose names are the user's. Raises RuntimeError unless `fit` is running.
     """
-    fitted = task._run.directory if isinstance(task._run, FitResult) else None
-    task._run = None
-    origin = check_evaluation(task.config, task.world, fitted)
-    opened = open_session(task, origin)
-    with opened as session, failures_named(session.ranks.group, task.config):
-        setup = Setup(task, session.ranks, task.config.eval.splits)
-        task._run = setup
-        ema = open_ema(task.config, setup.parts.strategy.tensors)
-        found = read_on_all_ranks(session.ranks.group, lambda: resume.find_checkpoints(origin))
-        restored, skipped = found
-        if restored:
-            restored.load(setup.parts.strategy.tensors, ema)
-            task._run = FitResult(setup.model, restored.manifest.step, fitted)
-        made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
-        task._run = FitResult(setup.parts.strategy.close(), task.step, fitted)
-        del setup, ema  # a divided model must not outlive its group
-    if task.world.rank == 0:
-        for line in [*session.notes, *skipped]:
-            print(visible(line), file=sys.stderr)
-    if made is None:
-        raise KeyboardInterrupt
-    return made
-
-
-def first_steps(task: Trainer) -> None:
-    """Make two updates on the first batch: the optimizer's state is there from the second one on.
-
-    A collective.
-    """
-    with open_session(task, resume.Origin()) as session:
-        setup = Setup(task, session.ranks, ("train", *task.config.eval.splits))
-        with Run(task, setup, resume.Origin()) as run:
-            task._run = run
-            run.engine.proof.close()
-            for _ in range(2):
-                run.engine.set_rate(0, True)
-                task.train_step(run.batches.of_step(0))
-                run.engine.end_step()
-
-
-def _running(run: object) -> Run:
-    if not isinstance(run, Run):
+    if not isinstance(task._run, Run):
         raise RuntimeError("there only while fit trains; use it in train_step, loss or metrics")
-    return run
+    return task._run
 
 
-def loop(task: Trainer, run: Run) -> Summary:
-    """Train step by step until the run is over."""
-    config = task.config
-    batches = run.batches
-    engine = run.engine
-    state = run.state
-    run.announce()
-    if run.is_evaluation_owed:
-        run.note(task.evaluate())
-    while not run.is_over:
-        epoch, first = divmod(state.step, batches.steps_per_epoch)
-        for batch in batches.epoch(epoch, first, run.num_steps):
-            engine.set_rate(state.step, run.is_due(config.log, 1))
-            outcome = task.train_step(batch)
-            state.advance()
-            engine.end_step()
-            # Handles the previous step's outcome, so the GPU is not kept waiting.
-            run.react(outcome)
-            run.log()
-            run.observe()
-            if run.is_stopped:
-                break
-            if run.is_due(config.eval):
-                run.note(task.evaluate())
-            if run.is_due(config.checkpoint) or run.wants_save:
-                run.save()
-            if run.is_over:
-                break
-    return run.finish()
+def set_model(task: Trainer, setup: Setup) -> None:
+    """Make `task.model` the model of a setup, for the hooks of a task that does not train."""
+    task._run = setup

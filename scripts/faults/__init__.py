@@ -1,1 +1,1 @@
-"""Fault injection: what `python scripts/faults.py` runs. One module per kind of fault."""
+"""Fault injection: what `python scripts/faults` runs. One module per kind of fault."""

@@ -27,8 +27,8 @@ from harness.shard_server import serving
 
 from faults.common import wait_for
 from faults.shards import LIMIT_S, Attack, Case, end, measure_case, quick, refused
-from trainer.data.shards import waiting
-from trainer.data.shards.index import NAME, OF_MDS
+from trainer.shards import sources
+from trainer.shards.index import NAME, OF_MDS
 
 SECRET = b"of somebody else"
 BOMB = 2**28  # bytes that a small file decompresses to
@@ -296,8 +296,8 @@ def _hold(path: Path) -> None:
 def stopped_holder(attack: Attack) -> str | None:
     """Lock a file of the cache in a process that is stopped: it is named, and has a limit."""
     attack.ranks = 0
-    before = waiting.STUCK_IF_STOPPED_S
-    waiting.STUCK_IF_STOPPED_S = STUCK_S  # in forks of this process
+    before = sources.STUCK_IF_STOPPED_S
+    sources.STUCK_IF_STOPPED_S = STUCK_S  # in forks of this process
     with serving(attack.data) as server:
         problem = attack.judge(attack.run(server.url))
         path = attack.chance.choice(attack.cached())
@@ -312,7 +312,7 @@ def stopped_holder(attack: Attack) -> str | None:
             time.sleep(0.2)
             done: Done = attack.run(server.url, most=1300)
         finally:
-            waiting.STUCK_IF_STOPPED_S = before
+            sources.STUCK_IF_STOPPED_S = before
             holder.kill()
             holder.join()
         wanted = f"process {holder.pid} .stopped. has locked it"

@@ -114,7 +114,7 @@ def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
             assert code == 0, said
         else:
             body()
-            shape.step_of(checkpoint.load_newest(root)[0])
+            shape.step_of(checkpoint.find_newest(root, checkpoint.load)[0])
     (base / "announced").unlink()
     return [
         Point(template, shape, name, at, "O_DIRECTORY" in rest)
@@ -205,10 +205,10 @@ def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | No
 
 
 def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) -> str | None:
-    """Return a problem unless load_newest gives the announced step (else the old or the new one)
+    """Return a problem unless find_newest gives the announced step (else the old or the new one)
     with its own content."""
     old = shape.num_older
-    loaded, skipped = checkpoint.load_newest(root)
+    loaded, skipped = checkpoint.find_newest(root, checkpoint.load)
     try:
         step = shape.step_of(loaded)
         for path in checkpoint.steps(root).values():

@@ -25,7 +25,7 @@ from harness.stored import Shards, content_of, save
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from trainer.errors import RunError
-from trainer.strategy.shards import Shard
+from trainer.strategy.tensor_shards import Shard
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FACTS: dict[str, Any] = {"metrics": {"eval/loss": None}, "config": {"run.seed": 3}}
@@ -242,7 +242,7 @@ def state_of(directory: Path) -> Mapping[str, Any]:
     """
     import json
 
-    loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
+    loaded, skipped = checkpoint.find_newest(directory / "checkpoints", checkpoint.load)
     assert loaded is not None and not skipped, f"no valid newest checkpoint: {skipped}"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     record = [

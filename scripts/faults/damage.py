@@ -159,7 +159,7 @@ def _judge(root: Path, damaged: range) -> str | None:
             return f"step {step} was loaded"
         except CheckpointError:
             continue
-    loaded, skipped = checkpoint.load_newest(root)
+    loaded, skipped = checkpoint.find_newest(root, checkpoint.load)
     step = SHAPE.step_of(loaded)
     if step != damaged[-1] - 1 or len(skipped) != len(damaged):
         return f"step {step} was found, {len(skipped)} damaged checkpoints were named"

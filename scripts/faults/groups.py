@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from harness.launch import environment_of_a_command as environment
+from harness.waiting import free_port
 
 from faults.common import (
     REPOSITORY,
@@ -47,12 +48,6 @@ class Broken:
     words: list[str] = field(default_factory=list)
     environment: dict[str, str | None] = field(default_factory=dict)
     may_work: bool = False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

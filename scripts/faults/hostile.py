@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from harness.command import Command
 from harness.internals import checkpoint
 from harness.training import CONF
@@ -36,26 +35,26 @@ RAW = (
         '{"a": 1, "a": 2}',
         "[" * 70 + "]" * 70,
         "\udcff",
-        "&a [*a]",
-        "*a",
-        "!!python/name:os.system",
+        '{"": [[1, 2], [null, 3]]}',
+        '{"": 5}',
+        "a: 1",
     ),
 )
 BOMB = "".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else 'x'] * 4)}]\n" for n in range(14))
-DATA = ("config.yaml", "metrics.jsonl", "exit.json", ".writer")
+DATA = ("config.json", "metrics.jsonl", "exit.json", ".writer")
 IN_A_CHECKPOINT = ("manifest.json", "tensors.json", "training.pt", "model-r00000.safetensors")
 VERBS: dict[str, tuple[str, ...]] = {
-    "audit": (RUN,),
-    "checkpoints": (RUN,),
-    "checkpoints --export": (RUN, "--export", "out/weights.safetensors"),
-    "compare": (RUN, "other"),
-    "report": (RUN, "out=out/report.html"),
-    "evaluate": (RUN, f"--config-dir={CONF}"),
-    "predict": (RUN, f"--config-dir={CONF}", "out=out/all.jsonl"),
-    "replay": (RUN, f"--config-dir={CONF}", "step=2"),
-    "export": (RUN, f"--config-dir={CONF}", "format=safetensors", "out=out/model.safetensors"),
+    "show": (RUN,),
+    "show checkpoints": (f"{RUN}/checkpoints/step-00000003",),
+    "show two": (RUN, "other"),
+    "show page": (RUN, "out=out/report.html"),
+    "show step": (RUN, f"--config-dir={CONF}", "step=2"),
+    "use": (RUN, f"--config-dir={CONF}"),
+    "use stored": (RUN, "--stored", "out=out/weights.safetensors"),
+    "use predict": (RUN, f"--config-dir={CONF}", "out=out/all.jsonl"),
+    "use export": (RUN, f"--config-dir={CONF}", "out=out/model.safetensors"),
     "resume": (f"run.resume={RUN}", f"--config-dir={CONF}", "run.name=b", "run.dir=out"),
-    "plan": (f"run.resume={RUN}", f"--config-dir={CONF}"),
+    "check": (f"run.resume={RUN}", f"--config-dir={CONF}", "ranks=1"),
 }
 
 
@@ -158,25 +157,22 @@ def _mutate(value: Any, chance: random.Random) -> tuple[str, str]:
     return f"{kind} of {key}", raw
 
 
-def _dump(value: Any, raw: str, is_yaml: bool = False) -> bytes:
-    with suppress(ValueError):  # 10**400 has too many digits for yaml and repr
-        text = yaml.safe_dump(value) if is_yaml else json.dumps(value)
-        for mark in ('""', "''"):
-            text = text.replace(mark, raw)
-        return text.encode(errors="surrogateescape")
+def _dump(value: Any, raw: str) -> bytes:
+    with suppress(ValueError):  # 10**400 has too many digits
+        return json.dumps(value).replace('""', raw).encode(errors="surrogateescape")
     return b"1" * 5000
 
 
 def _change_config(run: Path, chance: random.Random) -> str:
-    value = yaml.safe_load((run / "config.yaml").read_text())
+    value = json.loads((run / "config.json").read_text())
     words, raw = _mutate(value, chance)
-    (run / "config.yaml").write_bytes(_dump(value, raw, is_yaml=True))
-    return f"config.yaml: {words}"
+    (run / "config.json").write_bytes(_dump(value, raw))
+    return f"config.json: {words}"
 
 
 def _name_code(run: Path, chance: random.Random) -> str:
     """Name the canary where a configuration names code."""
-    value = yaml.safe_load((run / "config.yaml").read_text())
+    value = json.loads((run / "config.json").read_text())
     kind = chance.choice(["trainer", "trainer within", "packages", "optim", "schedule"])
     if kind == "trainer":
         value["task"]["trainer"] = "canary.Task"
@@ -186,7 +182,7 @@ def _name_code(run: Path, chance: random.Random) -> str:
         value["task"]["packages"] = ["canary"]
         if kind != "packages":
             value[kind] = {"_target_": "canary.Task"}
-    (run / "config.yaml").write_text(yaml.safe_dump(value))
+    (run / "config.json").write_text(json.dumps(value))
     return f"code: {kind}"
 
 

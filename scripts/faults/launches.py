@@ -282,7 +282,7 @@ class _Signal:
             return f"exit.json says {told}: {run.tail()}"
         if self.kind != "torchrun" and code != told["code"]:
             return f"exit.json has code {told['code']}, the command ended with {code}: {run.tail()}"
-        found, skipped = checkpoint.load_newest(self.directory / "checkpoints")
+        found, skipped = checkpoint.find_newest(self.directory / "checkpoints", checkpoint.load)
         if found is None or skipped or found.manifest["step"] != told["step"] or not told["step"]:
             newest = None if found is None else found.manifest["step"]
             return (
@@ -385,14 +385,14 @@ def _submit(
     task: str = "slow",
     settings: Collection[str] = (f"run.steps={LENGTH}",),
 ) -> str:
-    """Submit a job of two nodes with scripts/slurm.sbatch; the name of its run directory is a
-    timestamp."""
+    """Submit a job of two nodes with scripts/deploy/slurm.sbatch; its run directory is named by
+    the time."""
     place.mkdir()
     words = words_of(task, place, *EVERY, *settings, "run.name=null")[3:]
     cluster.environment[MARKS] = str(place / "marks")
     (place / "marks").touch()
     options = [f"--chdir={place}", "-N2", f"--ntasks-per-node={per_node}", "--cpus-per-task=1"]
-    return cluster.submit(REPOSITORY / "scripts/slurm.sbatch", *options, "--", *words)
+    return cluster.submit(REPOSITORY / "scripts/deploy/slurm.sbatch", *options, "--", *words)
 
 
 def _ask(

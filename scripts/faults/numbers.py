@@ -150,7 +150,7 @@ def timed(place: str, every: str) -> None:
     seconds."""
     from trainer import load_config
     from trainer.checkpoints.saver import DiskSaver, Snapshot
-    from trainer.run import Run
+    from trainer.loop.run import Run
     from trainer.tasks.cifar import Cifar
 
     told: dict[str, Any] = {"stalls": [], "saves": []}

@@ -118,7 +118,7 @@ def _one(point: Point, place: Path, ends: Counter[str]) -> str | None:
     ends[f"rank {point.rank}"] += 1
     if code != -9:
         return f"exited with code {code}, not by the signal"
-    loaded, skipped = checkpoint.load_newest(save.root)
+    loaded, skipped = checkpoint.find_newest(save.root, checkpoint.load)
     try:
         step = point.shape.step_of(loaded)
     except Exception as error:

@@ -339,7 +339,7 @@ def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
     """Materialise the state and load from it; return what is lost, or None."""
     with folder() as base:
         _write(tree, base / "disk")
-        loaded, _ = checkpoint.load_newest(base / "disk/checkpoints")
+        loaded, _ = checkpoint.find_newest(base / "disk/checkpoints", checkpoint.load)
         try:
             step = shape.step_of(loaded)
         except Exception as error:

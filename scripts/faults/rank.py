@@ -25,9 +25,9 @@ def main() -> None:
         os.environ |= odd["environment"]
         _set(odd["set"])
     from faults.task import mark
-    from trainer.__main__ import main
     from trainer.cli import run
     from trainer.distributed import group
+    from trainer.train import main
 
     meet = group.meet
 

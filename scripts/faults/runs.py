@@ -218,7 +218,7 @@ def _judge(directory: Path, undisturbed: Any) -> str | None:
         return str(error)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = audit.main([str(directory)])
+        code = audit([str(directory)])
     return problem or (f"audit: {said.getvalue().strip()}" if code else _twice(directory))
 
 

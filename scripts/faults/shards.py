@@ -27,11 +27,11 @@ from harness.training import CONF
 from faults.common import Row, folder, random_of, state_of, wait_for
 from faults.runs import _judge
 from trainer import ConfigError, ShardedDataset
-from trainer.data.shards import download
-from trainer.data.shards.index import NAME, OF_MDS, ShardIndex
 from trainer.distributed.watch.watcher import LOST
 from trainer.errors import describe_with_place
-from trainer.shards.writing import write_shards
+from trainer.shards import download
+from trainer.shards.__main__ import write_shards
+from trainer.shards.index import NAME, OF_MDS, ShardIndex
 
 LIMIT_S = 120.0
 AGENT = 1  # exit code of the agent of two ranks, whatever theirs is

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from meshed import Meshed
+from mesh_gpt import Meshed
 from tiny import Items, Tiny, points
 from torch.utils.data import get_worker_info
 

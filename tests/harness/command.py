@@ -103,6 +103,8 @@ class Command:
     """Run verbs in the folder of the test: `command(*words, ranks=, environment=, verb=)` returns
     exit code and output."""
 
+    verb = "trainer"  # unless verb= names another
+
     def __init__(self, folder: Path):
         self.folder = folder
 
@@ -119,7 +121,7 @@ class Command:
         *words: str,
         ranks: int = 0,
         environment: Mapping[str, str] | None = None,
-        verb: str = "trainer",
+        verb: str = "",
         folder: Path | None = None,
         is_session: bool = False,
         is_fresh: bool = False,
@@ -131,6 +133,7 @@ class Command:
         be sent to all of them, as a terminal does. With `is_fresh`, and in ranks, the package is
         imported again, for modules that inspect the process at import.
         """
+        verb = verb or self.verb
         told = environment_of_a_command(**(environment or {}))
         compose_before_fork(words)
         files = (_open_nameless(), _open_nameless())
@@ -289,7 +292,7 @@ def _be_rank(rank, size, job, entrance, verb, words, before) -> None:
 def _forget(*packages: str) -> None:
     """Have the tests' tasks and `packages` imported again: they inspect the process at import."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("tiny", "meshed", "watched", "faults", *packages):
+        if name.partition(".")[0] in ("tiny", "mesh_gpt", "hanging_tasks", "faults", *packages):
             del sys.modules[name]
 
 

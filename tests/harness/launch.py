@@ -11,7 +11,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 SCRIPTS = ROOT / "scripts"
-PATHS = os.pathsep.join([str(ROOT), str(TESTS), str(SCRIPTS)])
+OF_SCRIPTS = ("compare", "generate")  # folders whose modules tests import
+PATHS = os.pathsep.join(map(str, [ROOT, TESTS, SCRIPTS, *(SCRIPTS / f for f in OF_SCRIPTS)]))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 ELASTIC = ("launch=elastic", "launch.nproc_per_node=2")
 SPAWN = ("launch=spawn", "launch.nproc_per_node=2")
@@ -25,9 +26,10 @@ _OF_LAUNCHERS = re.compile(
 
 def environment_of_a_command(**more: str) -> dict[str, str]:
     """Return this environment without variables of a launcher or pytest, and with a path to the
-    package, the tests' tasks and those of scripts/."""
+    package, the tests' tasks and those of scripts/; `python` is the one that runs the tests."""
     ours = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
-    return {**ours, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**ours, "PATH": path, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
 
 
 def launch(

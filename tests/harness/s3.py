@@ -1,18 +1,24 @@
-"""An S3 server of moto in a process of its own, which checks credentials."""
+"""An S3 server of moto in a process of its own, which checks credentials, and a proxy before it."""
 
+import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.waiting import free_port, wait_for
 
+DROPPED_S = 60.0
 FREE_CALLS = 4  # without credentials, by which they are made
 ALL = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
 
@@ -72,3 +78,121 @@ def serving_s3(folder: Path) -> Iterator[S3]:
     finally:
         process.kill()
         process.wait()
+
+
+Plan = Callable[
+    [int, str, str], str
+]  # (number of the request, its method, its path) -> what is done
+
+
+class Proxy(ThreadingHTTPServer):
+    """A proxy in front of a store that does to each request what its `plan` returns.
+
+    "" passes it on; "503" refuses it; "cut" closes the connection before it is passed on, "lost"
+    after that, without the answer, "torn" in the middle of the answer; "drop" leaves the client
+    without any; "slow" passes it on after `slow_s`, "hold" once `hold` has returned; "200" only
+    says that it was done. `requests` has them all.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, url: str):
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.behind = url.removeprefix("http://")
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.plan: Plan = lambda number, method, path: ""
+        self.after: Callable[[int], None] = lambda number: None
+        self.hold: Callable[[], None] = lambda: None
+        self.requests: list[tuple[str, str]] = []
+        self.slow_s = 0.2
+        self._turn = threading.Lock()
+
+    def begin(self, plan: Plan, after: Callable[[int], None] = lambda number: None) -> None:
+        """Count the requests anew, under another plan; `after` gets the number of a request before
+        its answer is lost."""
+        with self._turn:
+            self.requests = []
+            self.plan = plan
+            self.after = after
+
+    def decide(self, method: str, path: str) -> tuple[int, str]:
+        with self._turn:
+            self.requests.append((method, path))
+            number = len(self.requests)
+            return number, self.plan(number, method, path)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: clients are killed while they wait."""
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
+    server: Proxy
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def _pass(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        number, done = self.server.decide(self.command, self.path)
+        if done in ("503", "200"):
+            self.send_response(int(done))
+            self.send_header("ETag", '"none"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if done == "cut":
+            self.connection.close()
+            self.close_connection = True
+            return
+        if done == "drop":
+            self.connection.settimeout(DROPPED_S)
+            with suppress(OSError):
+                self.connection.recv(1)  # until the client gives up
+            self.close_connection = True
+            return
+        if done == "slow":
+            time.sleep(self.server.slow_s)
+        if done == "hold":
+            self.server.hold()
+        behind = http.client.HTTPConnection(self.server.behind, timeout=60)
+        behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            behind.putheader(name, value)
+        behind.endheaders(body)
+        answer = behind.getresponse()
+        data = answer.read()
+        behind.close()
+        if done == "lost":
+            self.server.after(number)
+            self.connection.close()
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        size = answer.getheader("Content-Length") if self.command == "HEAD" else len(data)
+        self.send_header("Content-Length", str(size or 0))
+        self.end_headers()
+        if done == "torn":
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.connection.close()
+            self.close_connection = True
+        elif self.command != "HEAD":
+            self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass
+
+
+@contextmanager
+def proxied(url: str) -> Iterator[Proxy]:
+    with Proxy(url) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join()

@@ -22,7 +22,7 @@ from harness.internals import load_task
 from harness.ranks import on_ranks
 from harness.training import fit
 from trainer import load_config
-from trainer.engine.outcome import OneStepLate
+from trainer.loop.decisions import DeferredOutcomes
 
 LIMIT_S = 240
 
@@ -98,15 +98,15 @@ def count_steps(words: list[str], config_dirs: list[str], task: Any = None) -> l
     These are the steps but the first two, which build state, and the last one.
     """
     records: list[simulated_streams.Record] = []
-    push = OneStepLate.push
+    push = DeferredOutcomes.push
 
-    def push_and_begin(self: OneStepLate, outcome: Any) -> Any:
+    def push_and_begin(self: DeferredOutcomes, outcome: Any) -> Any:
         report = push(self, outcome)
         simulated_streams.record = simulated_streams.Record()
         records.append(simulated_streams.record)
         return report
 
-    OneStepLate.push = push_and_begin  # type: ignore[method-assign]
+    DeferredOutcomes.push = push_and_begin  # type: ignore[method-assign]
     config = load_config(words, config_dirs)
     (task or load_task(config))(config).fit()
     return [

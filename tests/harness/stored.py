@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.internals import checkpoint, open_content, read_whole
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
-from trainer.strategy.shards import Shard
+from trainer.strategy.tensor_shards import Shard
 
 Shards = Mapping[str, Mapping[str, Shard]]
 LIMIT_S = 60
@@ -69,7 +69,7 @@ def save(
         staging = savers[0].stage(step)
         for rank in reversed(range(len(parts) if staging else 0)):
             savers[rank].save(staging, Snapshot(step, parts[rank], training, facts, None), False)
-        savers[0].settle(step)
+        savers[0].wait(step)
     return savers[0].path_of(step)
 
 

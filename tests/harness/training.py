@@ -16,10 +16,11 @@ from harness.compositions import remember_compositions
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
+from trainer.loop.run import Run
 from trainer.record import fingerprint
 from trainer.record.startup import Summary
-from trainer.run import Run
-from trainer.strategy.shards import slices
+from trainer.strategy.tensor_shards import slices
+from trainer.trainer import active_run
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 PARITY = ["experiment=parity", "run.steps=24"]  # enough for a loss to fall, half as long
@@ -108,7 +109,7 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
         return augment(inputs, targets, random, train)
 
     def noting_step(batch):
-        if trainer._run.engine.proof.is_running:  # a trial of the step
+        if active_run(trainer).engine.checks.is_running:  # a trial of the step
             return train_step(batch)
         seen.append([])
         is_stepping[0] = True
@@ -133,8 +134,8 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
     """Record the model's state at the end of a run: afterwards a sharded model is gone."""
     finish = Run.finish
 
-    def finish_and_record(run: Run) -> Summary:
-        summary = finish(run)
+    def finish_and_record(run: Run, *arguments: Any) -> Summary:
+        summary = finish(run, *arguments)
         strategy = run.engine.strategy
         shards = strategy.tensors.shards()
         if hasattr(strategy, "_division"):  # stages that do not own a buffer may have an old one
@@ -195,7 +196,7 @@ def join(*outcomes: Any) -> Any:
 
 
 def newest(directory: Path) -> checkpoint.CheckpointFiles:
-    loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
+    loaded, skipped = checkpoint.find_newest(directory / "checkpoints", checkpoint.load)
     assert loaded is not None and not skipped
     return loaded
 

@@ -1,17 +1,150 @@
-"""Disk errors: stop the run or warn, as set by `checkpoint.on_error`."""
+"""Files that survive a power cut, are verified when they are read, and advice for disk errors."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from trainer.config import bucket
+from trainer.config.plain_files import hash_rest, open_regular
 from trainer.config.schema import CheckpointSettings
-from trainer.errors import RunError
+from trainer.errors import CheckpointError, RunError
+
+Buffer = bytes | memoryview
+
+
+@contextmanager
+def open_new(path: Path, mode: int = 0o600) -> Iterator[Callable[[Buffer], None]]:
+    """Create a file, yield a function that appends bytes to it, and fsync it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, mode)
+
+    def write(data: Buffer) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    try:
+        yield write
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: Buffer, mode: int = 0o600) -> None:
+    """Write a new file and fsync it."""
+    with open_new(path, mode) as write:
+        write(data)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replace a file as a whole, or not at all. Links with its name are not followed."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.unlink(missing_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    write_file(staged, data, 0o666)
+    os.replace(staged, path)
+
+
+def read_sized(path: Path, most: int) -> tuple[int, bytes]:
+    """Return a regular file's size, and its bytes up to a size of `most`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, file.read(size) if size <= most else b""
+
+
+def digest_file(path: Path, most: int) -> tuple[int, str]:
+    """Return a regular file's size and SHA-256, read block by block up to a size of `most`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hash_rest(file) if size <= most else hashlib.sha256()
+        return size, digest.hexdigest()
+
+
+class FileContents(Mapping[str, bytes]):
+    """The files of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]):
+        self._path = path
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> bytes:
+        """Read a file. Raises CheckpointError if a byte differs from what was written."""
+        entry = self._entries[name]
+        place = self.place(name)
+        with _errors_named(place):
+            size, data = read_sized(place, entry["bytes"])
+        _check(entry, place, size, hashlib.sha256(data).hexdigest())
+        return data
+
+    def place(self, name: str) -> Path:
+        """Return the path of a file, which is fetched if the checkpoint is in a bucket.
+
+        Raises CheckpointError if it is not there or differs, RunError if it cannot be fetched now:
+        an older checkpoint would lose steps.
+        """
+        entry = self._entries[name]
+        try:
+            return bucket.fetch(self._path, name, entry["bytes"], partial(_check, entry))
+        except bucket.NotThereError as error:
+            raise CheckpointError(str(error)) from None
+        except (bucket.BucketError, OSError) as error:
+            raise cannot_fetch(error) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read files block by block. Raises CheckpointError if a byte has changed."""
+        for name in names:
+            entry = self._entries[name]
+            place = self.place(name)
+            with _errors_named(place):
+                found = digest_file(place, entry["bytes"])
+            _check(entry, place, *found)
+
+
+@contextmanager
+def _errors_named(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{place!s}: {getattr(error, 'strerror', error)}") from None
+
+
+def cannot_fetch(error: Exception) -> RunError:
+    return RunError(f"{error}; check the network and the disk, and start again")
+
+
+def _check(entry: Mapping[str, Any], place: object, size: int, sha256: str) -> None:
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{place}: {size} bytes, {entry['bytes']} were written")
+    if sha256 != entry["sha256"]:
+        raise CheckpointError(f"""{place}:
+            its SHA-256 differs from the manifest's, so bits have changed""")
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 # Process limits whose errors look like disk errors: the limit, its shell command, its unit.
 LIMITS = {
@@ -39,8 +172,8 @@ class Disk:
         line = f"{place}: {error.strerror or error} while {doing}; {fact}"
         kind = (doing.split(" step ")[0], error.errno)
         if self._stops:
-            advice = f"{cure} and resume with run.resume, or give checkpoint.on_error=continue"
-            self.failure = RunError(f"{line}; {advice}")
+            self.failure = RunError(f"""{line};
+                {cure} and resume with run.resume, or give checkpoint.on_error=continue""")
         else:
             self._warn(kind, f"{line}; the run continues (checkpoint.on_error=continue)")
 

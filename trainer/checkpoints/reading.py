@@ -1,26 +1,33 @@
-"""Reading the tensors of a checkpoint, in the parts that a rank needs."""
+"""Reading a checkpoint: the parts of tensors that a rank needs, and the state of the run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from trainer.checkpoints import packing
+from trainer.checkpoints import tensor_files
+from trainer.checkpoints.disk import cannot_fetch
 from trainer.checkpoints.tensor_files import INDEX, KINDS, box_name, check_index
-from trainer.checkpoints.transaction import CheckpointFiles
+from trainer.checkpoints.transaction import TRIES, CheckpointFiles, Manifest, is_gone
 from trainer.codec import DTYPES, dtype_of, name_of
+from trainer.config import bucket
 from trainer.config.plain_files import parse_json
+from trainer.config.typed import show
 from trainer.distributed.group import Group
-from trainer.errors import CheckpointError, one_line
-from trainer.strategy.shards import TensorSource, slices
+from trainer.engine.context import Parts
+from trainer.engine.training_state import Ema, find_other_base, load_buffers
+from trainer.errors import CheckpointError, ConfigError, one_line
+from trainer.strategy.tensor_shards import TensorSource, slices
 
 TRAINING = "training.pt"
 CPU = torch.device("cpu")
+OF_BASE = ("task.options.", "run.seed", "run.freeze")  # settings that may change frozen weights
 MOST_HELD = 64  # files of a kind: each rank would open them
 Shape = tuple[int, ...]
 
@@ -48,8 +55,15 @@ class MemoryTensors:
 class FileTensors:
     """Tensors in the safetensors files of a checkpoint."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Mapping[str, Any]]):
+    def __init__(
+        self,
+        folder: Path,
+        entries: Mapping[str, Mapping[str, Any]],
+        place: Callable[[str], Path] | None = None,
+    ):
+        """`place` returns the path of a file, which it may have to fetch."""
         self._folder = folder
+        self._place = place or folder.joinpath
         self._entries = entries
         self._opened: dict[str, Any] = {}  # opening parses the names of all tensors
 
@@ -94,14 +108,14 @@ class FileTensors:
                 return part[box] if box else tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._folder / file}: {error}") from None
-        why = f"{name} has another dtype or shape than in {INDEX}"
-        raise CheckpointError(f"{self._folder / file}: {why}")
+        raise CheckpointError(f"""{self._folder / file}:
+            {name} has another dtype or shape than in {INDEX}""")
 
     def _open(self, file: str) -> Any:
         from safetensors import safe_open
 
         if file not in self._opened:
-            self._opened[file] = safe_open(self._folder / file, "pt")
+            self._opened[file] = safe_open(self._place(file), "pt")
         return self._opened[file]
 
     def hold(self) -> None:
@@ -171,9 +185,9 @@ def open_content(loaded: CheckpointFiles) -> Content:
     files = loaded.files
     for file in (INDEX, TRAINING):
         if file not in files:
-            name = loaded.path.name
-            raise CheckpointError(f"{name}: has no {file}, so it is not a run's checkpoint")
-    training = packing.unpack(files[TRAINING], CPU)
+            raise CheckpointError(f"""{loaded.path.name}:
+                has no {file}, so it is not a run's checkpoint""")
+    training = tensor_files.unpack(files[TRAINING], CPU)
     try:
         index = check_index(parse_json(files[INDEX]), loaded.manifest["files"])
     except CheckpointError:
@@ -181,10 +195,11 @@ def open_content(loaded: CheckpointFiles) -> Content:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = one_line(error) or type(error).__name__
         raise CheckpointError(f"{loaded.path}/{INDEX}: is not an index: {reason}") from None
-    return Content({kind: FileTensors(loaded.path, index[kind]) for kind in KINDS}, training)
+    place = loaded.files.place
+    return Content({kind: FileTensors(loaded.path, index[kind], place) for kind in KINDS}, training)
 
 
-def share(group: Group, content: Content | None) -> Content:
+def tell_content(group: Group, content: Content | None) -> Content:
     """Return rank 0's content on every rank. A collective, as is each later read of a tensor."""
     entries: dict[str, Any] = {}
     if content is not None:
@@ -195,8 +210,167 @@ def share(group: Group, content: Content | None) -> Content:
             }
     entries = group.tell_all(entries)
     plain = {TRAINING: content.training} if content else {}
-    packed = [bytes(data) for _, data in packing.packed(plain)]
-    training = packing.unpack(group.share_bytes(packed[0] if packed else None), CPU)
+    packed = [bytes(data) for _, data in tensor_files.packed(plain)]
+    training = tensor_files.unpack(group.share_bytes(packed[0] if packed else None), CPU)
     own: Mapping[str, Any] = content.sources if content else dict.fromkeys(entries)
     sources = {kind: RemoteTensors(group, entries[kind], own[kind]) for kind in entries}
     return Content(sources, training)
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """A verified checkpoint, the same on every rank."""
+
+    manifest: Manifest
+    content: Content
+    path: Path
+
+    def close(self, group: Group) -> None:
+        """Remove what the nodes have fetched from a bucket, once all ranks have loaded it."""
+        if bucket.address_of(self.path):
+            with group.agreed("loading the checkpoint"):
+                pass
+            bucket.drop_fetched(self.path)
+
+    def check_base(self, parts: Parts) -> None:
+        """Raise CheckpointError unless `build_model` made the weights that the checkpoint leaves
+        out. A collective."""
+        tensors, group = parts.strategy.tensors, parts.ranks.group
+        others = find_other_base(self.manifest.frozen, parts.frozen, tensors, group)
+        if not others:
+            return
+        name, how = next(iter(others.items()))
+        now = parts.config.flat()
+        settings = [
+            f"{key}={show(now.get(key))}, was {show(old)}"
+            for key, old in self.manifest.config.items()
+            if key.startswith(OF_BASE) and old != now.get(key)
+        ]
+        changed = f" ({'; '.join(settings)})" if settings else ""
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CheckpointError(f"""build_model{changed}: makes other frozen weights than the run
+            trained on, and its checkpoint holds their digests only: {name}{more} was {how};
+            give the base of the run""")
+
+    def load(self, parts: Parts, ema: Ema | None) -> None:
+        """Load the parts that evaluation needs: the model and its averaged weights."""
+        sources = self.content.sources
+        tensors = parts.strategy.tensors
+        self.check_base(parts)
+        with wrong_state_named():
+            extra = self.content.training["extra"]
+            tensors.load(sources["model"], extra, self.manifest.frozen)
+            load_buffers(tensors, sources["buffer"])
+            if ema:
+                ema.load(sources["ema"])
+
+
+@contextmanager
+def wrong_state_named() -> Iterator[None]:
+    """Raise CheckpointError if plain values of a checkpoint are not those that a run saves."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"""the checkpoint's state is not one of a run:
+            {type(error).__name__}: {one_line(error)}""") from None
+
+
+def read_on_all_ranks(
+    group: Group, find: Callable[[], tuple[list[Path], bool]], has_optimizer: bool = True
+) -> tuple[Restoration | None, list[str]]:
+    """Open and verify the newest valid checkpoint of those that `find` returns on rank 0.
+
+    `find` returns paths, the newest first, and whether the first one must be valid. If all ranks
+    see a checkpoint's files, each verifies some of them and reads what it needs. Otherwise rank 0
+    reads and sends. Without `has_optimizer` its files are not fetched from a bucket. The second
+    result has a line for each checkpoint that is not valid. A collective. Raises CheckpointError
+    if there are checkpoints, but none is valid.
+    """
+    for _ in range(TRIES):
+        found: list[str] = []
+        must_be_first = False
+        with group.agreed("finding the checkpoint"):
+            if group.world.rank == 0:
+                paths, must_be_first = find()
+                found = [str(path.absolute()) for path in paths]
+        found, must_be_first = group.tell_all([found, must_be_first])
+        skipped: list[str] = []
+        is_outdated = False
+        for path in map(Path, found):
+            try:
+                return _open(group, path, has_optimizer), skipped
+            except ConfigError as error:  # a CheckpointError on the rank that found it
+                if must_be_first:
+                    raise
+                bucket.drop_fetched(path)
+                if group.tell_all(is_gone(path)):
+                    is_outdated = True  # its run is going on, and has newer ones
+                else:
+                    skipped.append(f"skipped {path.name}: {error}")
+        if not is_outdated:
+            break
+    if skipped or is_outdated:
+        why = skipped[0] if skipped else "all were removed before they were read; try again"
+        raise CheckpointError(f"{path.parent}: no checkpoint is valid; {why}")
+    return None, []
+
+
+def _open(group: Group, path: Path, has_optimizer: bool) -> Restoration:
+    """Verify and open a checkpoint. Raises the same CheckpointError on every rank."""
+    is_root = group.world.rank == 0
+    loaded: CheckpointFiles | None = None
+    address = group.tell_all(bucket.address_of(path) if is_root else "")
+    with group.agreed("reading the checkpoint"):
+        if address:
+            _copy_manifest(path, address)
+        with suppress(CheckpointError) if not is_root else nullcontext():
+            loaded = CheckpointFiles.read(path)
+        if is_root and loaded:
+            Manifest.of_run(loaded.manifest, path)
+    raw = group.tell_all(loaded.manifest if loaded and is_root else None)
+    sees_it = loaded is not None and loaded.manifest == raw
+    (is_unseen,) = group.max(float(not sees_it))
+    manifest = Manifest.of_run(raw, path)
+    content: Content | None = None
+    with group.agreed("verifying the checkpoint"):
+        own = CheckpointFiles(path, raw)
+        if not is_unseen:
+            own.files.verify(_own_names(group, raw["files"], bool(address), has_optimizer))
+        elif is_root:
+            own.files.verify(_needed(raw["files"], bool(address), has_optimizer))
+        if is_root or not is_unseen:
+            content = open_content(own)
+            if not address:  # its copy has no files that the run could remove
+                content.hold()
+    restored = tell_content(group, content) if is_unseen else cast(Content, content)
+    return Restoration(manifest, restored, path)
+
+
+def _own_names(
+    group: Group, files: Mapping[str, Any], is_far: bool, has_optimizer: bool
+) -> list[str]:
+    """Return the files that this rank verifies; of a bucket those that it needs itself, if the
+    layout is that of the run, since to verify a file there is to fetch it."""
+    rank, size = group.world.rank, group.world.world_size
+    if not is_far:
+        return sorted(files)[rank::size]
+    needed = _needed(files, is_far, has_optimizer)
+    return [name for name in needed if files[name].get("rank", 0) % size == rank]
+
+
+def _needed(files: Mapping[str, Any], is_far: bool, has_optimizer: bool) -> list[str]:
+    is_left_out = is_far and not has_optimizer
+    return [name for name in files if not (is_left_out and name.startswith("optimizer-"))]
+
+
+def _copy_manifest(path: Path, address: str) -> None:
+    """Make a folder of this node the copy of a checkpoint in a bucket, if it can be made."""
+    try:
+        with suppress(OSError):
+            bucket.copy_manifest(path, address)
+    except bucket.NotThereError as error:
+        raise CheckpointError(str(error)) from None
+    except bucket.BucketError as error:
+        raise cannot_fetch(error) from None

@@ -6,21 +6,40 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from trainer.checkpoints import packing, tensor_files, transaction
+from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.manifest import read_manifest
+from trainer.checkpoints.mirror import Mirror
 from trainer.checkpoints.reading import TRAINING
+from trainer.checkpoints.transaction import read_manifest
 from trainer.config.schema import CheckpointSettings
+from trainer.distributed.group import Group
+from trainer.distributed.rendezvous import ValueStore
 from trainer.errors import CheckpointError, RunError
-from trainer.strategy.shards import Shard
+from trainer.strategy.tensor_shards import Shard, gather
+from trainer.strategy.tensors import Tensors
+
+
+def whole_parameters(tensors: Tensors, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and all values of each parameter on rank 0. A collective, as is each item."""
+    shards = tensors.shards()
+    is_divided = len(tensors.writers()) > 1
+    for name, _ in tensors.structure.named_parameters():
+        own = {name: shards[name]} if name in shards else {}
+        if is_divided:
+            own = gather(own, group)
+        for shard in own.values():
+            yield name, shard.tensor
+
 
 REMOVING = "removing older checkpoints"
 POLL_S = 0.02  # a blocking wait of the store would hold up the main thread's messages
@@ -53,13 +72,13 @@ class Mail:
 
     def __init__(self, store: dist.Store, rank: int, writers: Sequence[int], limit_s: float):
         self.rank = rank
-        self._store = store
+        self._store = ValueStore("parts", store)
         self._others = [writer for writer in writers if writer]
         self._limit_s = limit_s
         self._is_closed = threading.Event()
 
     def post(self, staging: Path, line: Any) -> None:
-        self._store.set(f"{staging.name}/{self.rank}", json.dumps(line))
+        self._store.put(line, f"{staging.name}/{self.rank}")
 
     def collect(self, staging: Path) -> list[Any]:
         """Return the lines of all writers but rank 0. Raises RunError if one does not arrive."""
@@ -71,9 +90,9 @@ class Mail:
                 if self._is_closed.wait(POLL_S):
                     raise RunError("the run ended before all ranks had written their part")
                 if time.monotonic() - begun > self._limit_s:
-                    waited = f"rank {rank} has not written its part in {self._limit_s:g} s"
-                    raise RunError(f"{waited}; raise dist.timeout_s if the disk is slow")
-            lines.append(json.loads(self._store.get(key)))
+                    raise RunError(f"""rank {rank} has not written its part in {self._limit_s:g} s;
+                        raise dist.timeout_s if the disk is slow""")
+            lines += self._store.take(key)
         return lines
 
     def close(self) -> None:
@@ -97,10 +116,10 @@ class Saver:
         """Write this rank's part into the staging directory.
 
         Rank 0 then publishes it, and removes older checkpoints, but never the best. If `is_behind`
-        is true, a thread does all this with a copy of the snapshot; `settle` waits for the thread.
+        is true, a thread does all this with a copy of the snapshot; `wait` waits for the thread.
         """
 
-    def settle(self, step: int | None = None) -> None:
+    def wait(self, step: int | None = None) -> None:
         """Wait for the checkpoint that is being written.
 
         Raises RunError, one line, if it failed, or if `step` does not exist afterwards.
@@ -108,7 +127,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """True if `settle` would raise. Read after every step."""
+        """True if `wait` would raise. Read after every step."""
         return False
 
     def withdraw(self, step: int) -> None:
@@ -141,7 +160,7 @@ class PartSaver(Saver):
             self._save(staging, snapshot)
         except BaseException:
             self._is_lost = True
-            raise  # `settle` raises it in the main thread
+            raise  # `wait` raises it in the main thread
 
     def _save(self, staging: Path, snapshot: Snapshot) -> None:
         """Write this rank's files and tell rank 0 what they hold, or what failed."""
@@ -156,7 +175,7 @@ class PartSaver(Saver):
         else:
             self._mail.post(staging, {"written": written})
 
-    def settle(self, step: int | None = None) -> None:
+    def wait(self, step: int | None = None) -> None:
         saving = self._saving
         self._saving = None
         if saving is not None:
@@ -183,16 +202,20 @@ class DiskSaver(PartSaver):
         flush_record: Callable[[], None],
         tell_saved: Callable[[int, Path], None],
         mail: Mail,
+        mirror: Mirror | None = None,
     ):
         """`check_owner` raises if another process has taken over the directory.
 
-        It repairs the directory if nobody has. `tell_saved` gets each published checkpoint.
+        It repairs the directory if nobody has. `tell_saved` gets each published checkpoint, and
+        `mirror` copies it.
         """
         super().__init__(directory, keep, mail)
         self._disk = disk
         self._check_owner = check_owner
         self._flush_record = flush_record
         self._tell_saved = tell_saved
+        self._mirror = mirror
+        self._best: Set[int | None] | None = None
 
     def stage(self, step: int) -> str:
         if self._has(step):
@@ -205,13 +228,13 @@ class DiskSaver(PartSaver):
             self._report(error, step, 0)
             return ""
 
-    def settle(self, step: int | None = None) -> None:
-        super().settle()
+    def wait(self, step: int | None = None) -> None:
+        super().wait()
         if self._disk.failure is not None:
             raise self._disk.failure
         if step is not None and not self._has(step):
-            lost = "could not be saved, so the run's last step is lost; make room and resume"
-            raise RunError(f"{self.path_of(step)}: {lost}")
+            raise RunError(f"""{self.path_of(step)}:
+                could not be saved, so the run's last step is lost; make room and resume""")
 
     def _has(self, step: int) -> bool:
         """Return True if the checkpoint of a step is there, and not another thing of its name."""
@@ -242,11 +265,17 @@ class DiskSaver(PartSaver):
             if self._disk.failure is not None:
                 raise self._disk.failure from None
             return
-        self._prune({snapshot.best} if self._keep.keep_best else set())
+        best: Set[int | None] = {snapshot.best} if self._keep.keep_best else set()
+        if self._mirror is not None:
+            self._best = best
+            self._mirror.look(best)
+        self._prune(best)
 
     def _prune(self, also: Set[int | None]) -> None:
         """Remove older checkpoints; one that cannot be removed is no reason to end the run."""
         keep = self._keep
+        if self._mirror is not None:
+            also = also | self._mirror.held
         counts = (keep.keep_last, keep.keep_best)
         metric = (keep.best_metric or "", keep.best_mode or "min")
         try:
@@ -277,17 +306,25 @@ class DiskSaver(PartSaver):
             indices.append(line["written"][1])
         text = json.dumps(tensor_files.merge(indices)).encode()
         files[tensor_files.INDEX] = transaction.write_one(staging, tensor_files.INDEX, text)
-        for name, data in packing.packed({TRAINING: snapshot.training}):
+        for name, data in tensor_files.packed({TRAINING: snapshot.training}):
             files[name] = transaction.write_one(staging, name, data)
         facts = snapshot.facts
         transaction.publish(staging, self.root, snapshot.step, files, facts, self._check_owner)
 
+    def close(self) -> None:
+        super().close()
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._best is not None:
+            with suppress(CheckpointError):  # another process has taken over
+                self._prune(self._best)  # one may have been kept because it was being copied
+
     def withdraw(self, step: int) -> None:
-        self.settle()
+        self.wait()
         try:
             for number, path in transaction.steps(self.root).items():
                 if number >= step:
                     transaction.set_aside(path)
         except OSError as error:
-            what = f"{error.filename}: {error.strerror} while rolling back to step {step - 1}"
-            raise RunError(f"{what}; make it writable, and resume with run.resume") from None
+            raise RunError(f"""{error.filename}: {error.strerror} while rolling back
+                to step {step - 1}; make it writable, and resume with run.resume""") from None

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, and the index of which part of a tensor is where.
+"""Files of tensors and plain values, with an index of the parts of each tensor.
 
 The index of a checkpoint, tensors.json, is {kind: {name: {dtype, shape, parts}}}, and a part is
 [file, offset, size]: a box of the whole tensor, which the file holds under the tensor's name; the
@@ -10,22 +10,111 @@ memory at once; this one streams.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from trainer.checkpoints.files import Buffer, open_new
+from trainer.checkpoints.disk import Buffer, open_new
 from trainer.codec import DTYPES, name_of
 from trainer.data.examples import find_flaw
 from trainer.distributed import accelerator
 from trainer.errors import CheckpointError, ConfigError
-from trainer.strategy.shards import Shard
+from trainer.strategy.tensor_shards import Shard
+
+
+def packed(parts: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
+    """Yield (name, content) of each part; the bytes of only one are in memory at a time.
+
+    Raises CheckpointError for a value that could not be loaded.
+    """
+    for name, part in parts.items():
+        _check_plain(part, name)
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        yield name, buffer.getbuffer()
+
+
+def unpack(data: bytes, device: torch.device) -> Any:
+    """Load tensors and plain values onto `device`. Raises CheckpointError for anything else."""
+    try:
+        check_stored(io.BytesIO(data), len(data))
+        tree = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        _check_loaded(tree, len(data))
+    except Exception as error:  # the bytes are untrusted, and torch raises many types
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"""the checkpoint holds more than tensors and plain values:
+            {reason}""") from None
+    return tree
+
+
+def check_stored(file: BinaryIO, size: int) -> None:
+    """Raise ValueError for a zip archive of `size` bytes that could fill the memory."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    is_stored = all(e.compress_type == zipfile.ZIP_STORED for e in entries)
+    if not is_stored or sum(e.file_size for e in entries) > size:
+        raise ValueError("compressed or overlapping entries")
+
+
+def size_of(tree: Any) -> int:
+    """Return the bytes of all tensors in a tree."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _check_plain(part: Any, name: str) -> None:
+    """Raise CheckpointError for values that could not be loaded: numpy numbers, paths, objects."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            _check_plain(key, name)
+            _check_plain(value, f"{name}: {key}")
+    elif type(part) in (list, tuple):
+        for value in part:
+            _check_plain(value, name)
+    elif (
+        part is not None
+        and type(part) not in (bool, int, float, str)
+        and not isinstance(part, torch.Tensor)
+    ):
+        raise CheckpointError(f"""{name} is a {type(part).__name__}:
+            a checkpoint holds tensors and plain values only""")
+
+
+def _check_loaded(tree: Any, most: int) -> None:
+    """Raise ValueError for values that `packed` does not write, or for more than `most` values."""
+    pending = [tree]
+    seen = 0
+    while pending:
+        part = pending.pop()
+        seen += 1
+        if seen > most:  # a list that contains itself has no end
+            raise ValueError("a value that contains itself")
+        if isinstance(part, Mapping):
+            pending += [*part.keys(), *part.values()]
+        elif type(part) in (list, tuple):
+            pending += part
+        elif isinstance(part, torch.Tensor):
+            is_dense = (
+                type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided
+            )
+            if (
+                not is_dense
+                or part.is_meta
+                or part.is_quantized
+                or part.nbytes > part.untyped_storage().nbytes()
+            ):
+                raise ValueError("a tensor that is not plain and dense")
+        elif part is not None and type(part) not in (bool, int, float, str):
+            raise ValueError(f"a {type(part).__name__}")
+
 
 INDEX = "tensors.json"
 KINDS = ("model", "optimizer", "ema", "buffer")
@@ -89,10 +178,9 @@ def box_name(name: str, number: int) -> str:
 
 def _name_of(dtype: torch.dtype, tensor: str) -> str:
     if dtype not in NAMES:
-        known = ", ".join(name_of(each) for each in NAMES)
-        advice = "convert it, or leave it out by register_buffer(persistent=False)"
-        must = f"must be one that safetensors has: {known}; {advice}"
-        raise CheckpointError(f"{tensor} has dtype {dtype}: {must}")
+        raise CheckpointError(f"""{tensor} has dtype {dtype}:
+            must be one that safetensors has: {", ".join(name_of(each) for each in NAMES)};
+            convert it, or leave it out by register_buffer(persistent=False)""")
     return NAMES[dtype]
 
 
@@ -147,8 +235,8 @@ def check_tensors(model: nn.Module, is_structure: bool = False) -> None:
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, SPARSE):
-            must = "must have sparse=False, because gradients are summed as dense tensors"
-            raise ConfigError(f"the model's {name} ({type(module).__name__}): {must}")
+            raise ConfigError(f"""the model's {name} ({type(module).__name__}):
+                must have sparse=False, because gradients are summed as dense tensors""")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         flaw = None if is_structure else find_flaw(tensor, allows_gradient=True)
         if flaw:
@@ -232,31 +320,49 @@ def check_index(raw: Any, files: Mapping[str, Any]) -> Index:
 
     `files` are their entries in the manifest.
     """
-    raw = {"buffer": {}, **raw}
+    index = {"buffer": {}, **raw}
+    for kind in KINDS:
+        for name, entry in index[kind].items():
+            _check_entry(f"{kind} {name}", entry, files)
+            other = entry.get("same_as")
+            if other is not None and not _is_tied(entry, other, index[kind].get(other, {})):
+                raise ValueError(f"{kind} {name} is not the same as {other}")
+    _check_sizes([entry for kind in KINDS for entry in index[kind].values()], files)
+    return index
+
+
+def _check_entry(what: str, entry: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an entry has a sound shape, and parts that are in the files."""
+    shape = entry["shape"]
+    boxes = [(offset, size) for _, offset, size in entry["parts"]]
+    rows = [shape, *(row for box in boxes for row in box)]  # of one number for each dimension
+    is_sound = all(type(n) is int and 0 <= n < MOST_EXTENT for row in rows for n in row)
+    has_dims = len(set(map(len, rows))) == 1 and len(shape) <= MOST_DIMS
+    is_known = entry["dtype"] in DTYPES and all(file in files for file, _, _ in entry["parts"])
+    if not (is_sound and has_dims and is_known):
+        raise ValueError(f"{what} has an entry that is not valid")
+    if not is_covered(shape, boxes):
+        raise ValueError(f"the parts of {what} do not cover it exactly once")
+
+
+def _is_tied(entry: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> bool:
+    """Return True if an entry is that of `other`, whose name it gives, and which is no such."""
+    return "same_as" not in other and {**other, "same_as": name} == entry
+
+
+def _check_sizes(entries: Sequence[Mapping[str, Any]], files: Mapping[str, Any]) -> None:
+    """Raise ValueError if files are too small for their tensors: these could fill the memory."""
     held = dict.fromkeys(files, 0)
     tied = 0  # bytes of the tensors that are the same as another one
-    for kind in KINDS:
-        for name, entry in raw[kind].items():
-            boxes = [(offset, size) for _, offset, size in entry["parts"]]
-            numbers = [*entry["shape"], *(n for box in boxes for part in box for n in part)]
-            is_sound = all(type(n) is int and 0 <= n < MOST_EXTENT for n in numbers)
-            dims = {len(part) for box in boxes for part in box} | {len(entry["shape"])}
-            is_known = entry["dtype"] in DTYPES and all(f in files for f, _, _ in entry["parts"])
-            if not (is_sound and is_known and len(dims) == 1 and max(dims) <= MOST_DIMS):
-                raise ValueError(f"{kind} {name} has an entry that is not valid")
-            if not is_covered(entry["shape"], boxes):
-                raise ValueError(f"the parts of {kind} {name} do not cover it exactly once")
-            if (other := entry.get("same_as")) is not None:
-                first = raw[kind].get(other, {})
-                if "same_as" in first or {**first, "same_as": other} != entry:
-                    raise ValueError(f"{kind} {name} is not the same as {other}")
-                tied += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-                continue
-            for file, _, size in entry["parts"]:
-                held[file] += math.prod(size) * DTYPES[entry["dtype"]].itemsize
-    for file, size in held.items():  # a small file could fill the memory
+    for entry in entries:
+        itemsize = DTYPES[entry["dtype"]].itemsize
+        if entry.get("same_as") is not None:
+            tied += math.prod(entry["shape"]) * itemsize
+            continue
+        for file, _, size in entry["parts"]:
+            held[file] += math.prod(size) * itemsize
+    for file, size in held.items():
         if size > files[file]["bytes"]:
             raise ValueError(f"{file} is too small for its tensors")
     if tied > MOST_TIED * sum(held.values()):
         raise ValueError(f"tied tensors have {tied:,} bytes, over {MOST_TIED} times the others'")
-    return raw

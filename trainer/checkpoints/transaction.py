@@ -1,4 +1,4 @@
-"""A checkpoint is a transaction: a directory that exists as a whole, or not at all.
+"""A checkpoint is a transaction: its directory is published completely or not at all.
 
     checkpoints/step-00000100/{model-r00000.safetensors, training.pt, tensors.json, manifest.json}
 
@@ -14,78 +14,158 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from trainer.checkpoints.files import digest_file, read_sized, sync_directory, write_file
-from trainer.checkpoints.manifest import (
-    FORMAT,
-    MANIFEST,
-    STEP_NAME,
-    digest,
-    read_manifest,
-)
-from trainer.config.plain_files import MOST_OF_JSON
-from trainer.errors import CheckpointError
+from trainer.checkpoints.disk import FileContents, sync_directory, write_file
+from trainer.config.plain_files import MOST_OF_JSON, read_json
+from trainer.config.typed import build, convert, limit
+from trainer.errors import CheckpointError, ConfigError
+
+FORMAT = 4
+MANIFEST = "manifest.json"
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
+_DTYPE = re.compile("bfloat16|float(16|32|64|8_e4m3fn|8_e5m2)|u?int(8|16|32|64)|bool|complex64")
+MOST = 2**53  # steps and examples
+_COUNT = Annotated[int, limit(min=1, max=MOST)]
+_NUMBER = Annotated[int, limit(min=0, max=MOST)]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts of a run in a checkpoint. `sessions` are pairs [first step, number of ranks].
+
+    `changes` has the lines about settings, machine and code that changed, by a session's first
+    step. `replaced` maps "<epoch>/<index>" of an unreadable example to the index of its
+    replacement. `frozen` has dtype, shape and digest of the weights that the checkpoint leaves out.
+    """
+
+    step: _NUMBER
+    run: str
+    strategy: str
+    world_size: Annotated[int, limit(min=1, max=2**20)]
+    ledger: str | None
+    sessions: list[list[_NUMBER]]
+    changes: dict[str, list[str]]
+    replaced: dict[str, int]
+    data: dict[str, dict[str, Any]]
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    files: dict[str, Any]
+    machine: dict[str, Any]
+    code: dict[str, Any]  # digests by module
+    frozen: dict[str, list[Any]]
+
+    @classmethod
+    def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
+        """Convert a manifest. Raises CheckpointError if a fact of the run is missing or invalid."""
+        try:
+            facts = {each.name: raw[each.name] for each in fields(cls)}
+            if facts["ledger"] == "":  # no step yet
+                facts["ledger"] = None
+            manifest = build(cls, facts)
+            lengths = {split: _length(entry, "length") for split, entry in manifest.data.items()}
+            size = _length(manifest.data["train"], "size")
+            is_sound = manifest._is_sound(lengths["train"], size)
+        except (ConfigError, KeyError, TypeError):
+            is_sound = False
+        if not is_sound:
+            raise CheckpointError(f"{path}: its manifest does not describe a run")
+        return manifest
+
+    def _is_sound(self, num_examples: int, size: int) -> bool:
+        batch = convert(_COUNT, self.config["data.global_batch"], "")
+        convert(Annotated[int, limit(min=0, max=2**63 - 1)], self.config["run.seed"], "")
+        are_pairs = bool(self.sessions) and all(len(each) == 2 for each in self.sessions)
+        places = self.replaced.items()
+        are_facts = all(map(_is_fact, self.frozen.values()))
+        return (
+            batch <= size
+            and are_pairs
+            and are_facts
+            and all(_is_place(*p, num_examples) for p in places)
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return int(self.data["train"]["size"]) // int(self.config["data.global_batch"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+def _length(facts: Any, name: str) -> int:
+    return convert(_COUNT, facts[name], "")
+
+
+def _is_fact(facts: list[Any]) -> bool:
+    """Return True for the facts of a weight that the checkpoint leaves out."""
+    if len(facts) != 3 or not _DTYPE.fullmatch(str(facts[0])):
+        return False
+    shape = facts[1]
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    return is_shape and type(facts[2]) is int and -(2**63) <= facts[2] < 2**63
+
+
+def _is_place(place: str, index: Any, num_examples: int) -> bool:
+    match = _PLACE.fullmatch(place)
+    is_index = type(index) is int and 0 <= index < num_examples
+    return match is not None and int(match[1]) < num_examples and is_index
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of the checkpoint at `path`; verify its form and digest, but no file.
+
+    Raises CheckpointError if it is missing or not valid.
+    """
+    place = path / MANIFEST
+    try:
+        manifest = read_json(place)
+        is_well_formed = _is_well_formed(manifest)
+        number = STEP_NAME.fullmatch(path.resolve().name)
+    except OSError as error:
+        raise CheckpointError(f"{place}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{place}: cannot be read as a manifest") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"""{path}:
+            has format {manifest.get("format")}, this version reads format {FORMAT}""")
+    if not is_well_formed or not number or manifest.get("step") != int(number[1]):
+        raise CheckpointError(f"{place}: does not belong to this checkpoint")
+    if manifest.pop("sha256", None) != digest(manifest):
+        raise CheckpointError(f"""{place}:
+            its SHA-256 differs from the one stored in it, so it has changed""")
+    return manifest
+
+
+def _is_well_formed(manifest: Any) -> bool:
+    for name, entry in manifest["files"].items():
+        is_name = Path(name).name == name != ".." and name.isprintable()
+        is_entry = type(entry["bytes"]) is type(entry.get("rank", 0)) is int
+        is_entry = is_entry and type(entry["sha256"]) is str
+        if not is_name or not is_entry:
+            return False
+    values = manifest.get("metrics", {}).values()
+    are_numbers = all(type(value) in (int, float, type(None)) for value in values)
+    return are_numbers and all(isinstance(manifest.get(k, {}), dict) for k in ("config", "data"))
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest that does not contain `sha256` itself."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
 
 TRIES = 100  # to list checkpoints, while a run removes all that were listed
 Found = TypeVar("Found")
-
-
-class FileContents(Mapping[str, bytes]):
-    """The files of a checkpoint by name, read when they are asked for."""
-
-    def __init__(self, path: Path, entries: Mapping[str, Any]):
-        self._path = path
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> bytes:
-        """Read a file. Raises CheckpointError if a byte differs from what was written."""
-        entry = self._entries[name]
-        place = self._path / name
-        with _errors_named(place):
-            size, data = read_sized(place, entry["bytes"])
-        _check(place, entry, size, hashlib.sha256(data).hexdigest())
-        return data
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's own would read the file
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Read files block by block. Raises CheckpointError if a byte has changed."""
-        for name in names:
-            entry = self._entries[name]
-            place = self._path / name
-            with _errors_named(place):
-                found = digest_file(place, entry["bytes"])
-            _check(place, entry, *found)
-
-
-@contextmanager
-def _errors_named(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{place!s}: {getattr(error, 'strerror', error)}") from None
-
-
-def _check(place: Path, entry: Mapping[str, Any], size: int, sha256: str) -> None:
-    if size != entry["bytes"]:
-        raise CheckpointError(f"{place}: {size} bytes, {entry['bytes']} were written")
-    if sha256 != entry["sha256"]:
-        why = "its SHA-256 differs from the manifest's, so bits have changed"
-        raise CheckpointError(f"{place}: {why}")
 
 
 @dataclass(frozen=True)
@@ -115,9 +195,8 @@ def stage(root: Path, step: int) -> Path:
     Raises CheckpointError if that step already exists, and OSError for disk errors.
     """
     if final_path(root, step).exists():
-        raise CheckpointError(
-            f"{final_path(root, step)} already exists: a checkpoint is never overwritten"
-        )
+        raise CheckpointError(f"""{final_path(root, step)} already exists:
+            a checkpoint is never overwritten""")
     if not root.exists():
         root.mkdir(mode=0o700)
         sync_directory(root.parent)
@@ -164,10 +243,9 @@ def publish(
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
     if len(text) > MOST_OF_JSON:
-        num_replaced = len(manifest.get("replaced", ()))
-        why = f"its manifest has {len(text):,} bytes, and at most {MOST_OF_JSON:,} can be read"
-        advice = f"repair or remove the {num_replaced:,} examples that data.on_error=skip replaced"
-        raise CheckpointError(f"{folder.parent}: cannot be saved, {why}; {advice}")
+        raise CheckpointError(f"""{folder.parent}: cannot be saved, its manifest
+            has {len(text):,} bytes, and at most {MOST_OF_JSON:,} can be read; repair or remove
+            the {len(manifest.get("replaced", ())):,} examples that data.on_error=skip replaced""")
     write_file(folder / MANIFEST, text.encode())
 
 
@@ -223,11 +301,6 @@ def find_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Found | None
     return None, skipped
 
 
-def load_newest(root: Path) -> tuple[CheckpointFiles | None, list[str]]:
-    """Load the newest valid checkpoint; return it and a line for each newer, invalid one."""
-    return find_newest(root, load)
-
-
 def newest_manifest(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the newest checkpoint that has a readable one, or None."""
     return find_newest(root, read_manifest)[0]
@@ -258,16 +331,29 @@ def prune(
     metrics: dict[int, float] = {}
     for step, path in steps(root).items():
         try:
-            value = read_manifest(path).get("metrics", {}).get(metric)
+            metrics |= score(step, read_manifest(path), metric, mode)
         except CheckpointError:
             continue
         paths[step] = path
-        if isinstance(value, (int, float)) and value == value:
-            metrics[step] = value if mode == "min" else -value
-    best = sorted(metrics, key=lambda step: (metrics[step], step))[:keep_best]
-    keep = {*list(paths)[-keep_last:], *best, *also}
+    keep = kept(list(paths), metrics, keep_last, keep_best) | also
     check_owner()
     _discard([path for step, path in paths.items() if step not in keep])
+
+
+def score(step: int, manifest: Mapping[str, Any], metric: str, mode: str) -> dict[int, float]:
+    """Return the metric of a step, the smaller the better; nothing for a step without one."""
+    value = manifest.get("metrics", {}).get(metric)
+    if not isinstance(value, (int, float)) or value != value:
+        return {}
+    return {step: value if mode == "min" else -value}
+
+
+def kept(
+    steps: Sequence[int], scores: Mapping[int, float], keep_last: int, keep_best: int
+) -> Set[int | None]:
+    """Return the steps to keep, of those with a checkpoint: the newest and the best."""
+    best = sorted(scores, key=lambda step: (scores[step], step))[:keep_best]
+    return {*sorted(steps)[-keep_last:], *best}
 
 
 def sweep(root: Path) -> None:

@@ -13,30 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf, open_dict
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import CONF
-from trainer.config.guard import check_override
-from trainer.config.hints import suggest, translate
-from trainer.config.options import find_options
-from trainer.config.packages import check_saved
-from trainer.config.plain_files import (
-    MOST_OF_YAML,
-    MOST_VALUES,
-    format_yaml,
-    read_yaml,
-)
+from trainer.config.bucket import copy_of, is_address
+from trainer.config.plain_files import CONFIG, check_yaml, format_config, read_config
 from trainer.config.rules import check
 from trainer.config.schema import LAYOUT, Config, flatten
-from trainer.config.typed import show
-from trainer.config.yaml_source import search_path
+from trainer.config.targets import check_override
+from trainer.config.typed import show, suggest, translate
+from trainer.config.working_folder import check_saved, find_options
 from trainer.errors import ConfigError, one_line
 
 # Where ranks meet belongs to the start: a saved address may be another machine's.
@@ -55,9 +51,9 @@ def load_config(
 ) -> Config:
     """Return the Config from `conf/`, the folders of `--config-dir` and `key=value` overrides.
 
-    With `run.resume=<path>` and without `task=`, return the Config of the run to resume, as
-    `load_run_config` does. With a class as `task`, as in a notebook, no file of it is needed:
-    `task.name` is the class's in lower case. Raises ConfigError, in one line, for invalid input.
+    With `run.resume=<path>` and without `task=`, return the Config of the run to resume. With a
+    class as `task`, as in a notebook, no file is needed: `task.name` is the class's in lower case.
+    Raises ConfigError, in one line, for invalid input.
     """
     if task is not None:
         overrides = [f"task.trainer={task.__module__}.{task.__qualname__}", *overrides]
@@ -90,13 +86,13 @@ def load_run_config(
     """
     options = find_options(config_dirs)
     home = _find_home(place, prefix)
-    wrong = f"{prefix}{place}: its config.yaml was not written by a run"
+    wrong = f"{prefix}{place}: its {CONFIG} was not written by a run"
     saved = _read_saved(home, wrong)
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
     with _explained(f"{wrong}: "):
         saved.run.resume = place
         _replace_groups(saved, parsed, options, config_dirs)
-    config = _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+    config = _override(saved, parsed, options, prefix=f"{place}/{CONFIG}: ")
     check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
     return config
 
@@ -128,6 +124,9 @@ def _preset(path: Path) -> Any:
     return preset
 
 
+NAMED_BY_USERS = ("launch.resources", "launch.labels")  # groups with names that Ray knows
+
+
 def _override(config: Any, parsed: Sequence[Any], options: Options, prefix: str = "") -> Config:
     """Return the checked Config of composed or saved settings, with overrides applied."""
     listed = set(OmegaConf.select(config, "task.options", default=None) or ())
@@ -135,7 +134,8 @@ def _override(config: Any, parsed: Sequence[Any], options: Options, prefix: str 
         if override.key_or_group not in options:
             _apply(override, config, options)
     with _explained(prefix):
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    format_config(plain)  # what it cannot hold is refused before anything is done
     checked = check(plain, find_options())
     added = {o.key_or_group for o in parsed if o.is_add() or o.is_force_add()}
     new = [name for name in checked.task.options if name not in listed]
@@ -151,8 +151,9 @@ def _apply(override: Any, config: Any, options: Options) -> None:
     block = OmegaConf.select(config, parent) if parent else config
     is_known = OmegaConf.is_list(block) or (OmegaConf.is_dict(block) and name in block)
     # `Options` of the task may declare options with defaults that its YAML does not list.
-    is_option = parent == "task.options" and not override.is_delete()
+    is_option = parent in ("task.options", *NAMED_BY_USERS) and not override.is_delete()
     is_new = override.is_add() or override.is_force_add() or (is_option and not is_known)
+    is_new = is_new or (key in NAMED_BY_USERS and isinstance(value, dict))
     if not is_known and not is_new:
         known: Any = OmegaConf.to_container(config)
         near = suggest(key, [*flatten(known), *options])
@@ -173,26 +174,27 @@ def _apply(override: Any, config: Any, options: Options) -> None:
 
 def _find_home(place: str, prefix: str) -> Path:
     """Return a run directory, or the run directory of a checkpoint."""
+    if is_address(place):
+        return copy_of(place, has_checkpoints=False)
     home = Path(place)
     if (home / "manifest.json").is_file():
         home = home.resolve().parent.parent
-    if not (home / "config.yaml").is_file():
+    if not (home / CONFIG).is_file():
         advice = "give a run directory, or one of its checkpoints"
         if steps := [path.name for path in sorted(home.parent.glob("step-*")) if not home.exists()]:
             raise ConfigError(f"{prefix}{place}: must be one of {', '.join(steps)}")
-        raise ConfigError(f"{prefix}{place}: has no config.yaml; {advice}")
+        raise ConfigError(f"{prefix}{place}: has no {CONFIG}; {advice}")
     return home
 
 
 def _read_saved(home: Path, wrong: str) -> Any:
     """Return the settings in a run directory. Raises ConfigError, beginning with `wrong`."""
     try:
-        raw = read_yaml(home / "config.yaml")
+        raw = read_config(home / CONFIG)
     except OSError as error:
-        raise ConfigError(f"{home}/config.yaml: {error.strerror}; make it readable") from None
+        raise ConfigError(f"{home}/{CONFIG}: {error.strerror}; make it readable") from None
     except ValueError as error:
         raise ConfigError(f"{wrong}: {one_line(error)}; give another") from None
-    raw = raw if isinstance(raw, dict) else {}
     for key, value in flatten(raw).items():
         if "${" in str(value):  # a run has resolved them
             raise ConfigError(f"{wrong}: {key} has an interpolation, ${{...}}; write its value")
@@ -213,7 +215,7 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
     """Turn errors of YAML, OmegaConf and Hydra into ConfigError: `line`, or their message.
 
     Within the block, interpolations cannot read the environment or files: their values would be
-    written to config.yaml.
+    written to config.json.
     """
     known = BaseContainer._resolvers
     BaseContainer._resolvers = {name: known[name] for name in _RESOLVERS}
@@ -221,11 +223,15 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
         yield
     except RecursionError:
         raise ConfigError(line or f"{prefix}values are nested too deep; use fewer levels") from None
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
+    except ConfigError:
+        raise
+    except (YAMLError, ValueError, OmegaConfBaseException, HydraException) as error:
+        if not str(error) and error.__cause__:  # Hydra's, around OmegaConf's
+            error = error.__cause__
         message = one_line(error).split(" Config search path")[0]
         if key := getattr(error, "full_key", None):
             message = f"{key}: {str(error).splitlines()[0]}"
-        if isinstance(error, (YAMLError, UnicodeDecodeError)):
+        if not isinstance(error, (OmegaConfBaseException, HydraException)):
             message = f"a YAML file cannot be read: {message}; correct it"
         if re.search(r"@(task|experiment)\.", message) and "at the end of" not in message:
             first = "the first line of the task's file must be '# @package _global_'"
@@ -240,23 +246,6 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
         BaseContainer._resolvers = known
 
 
-def to_yaml(config: Config) -> str:
-    """Return all settings as YAML, the text of config.yaml.
-
-    Raises ConfigError if it is more than a resume would read.
-    """
-    try:
-        text = format_yaml(config.plain())
-    except UnicodeEncodeError as error:
-        why = f"the character {error.object[error.start]!r} cannot be encoded"
-        raise ConfigError(f"task.options: {why}; use other characters") from None
-    if len(text) > MOST_OF_YAML or 2 * text.count("\n") > MOST_VALUES:
-        most = f"{MOST_OF_YAML:,} bytes and {MOST_VALUES // 2:,} lines"
-        advice = "read long values from a file in the task"
-        raise ConfigError(f"task.options: all settings as YAML must be at most {most}; {advice}")
-    return text
-
-
 def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
     """Return Hydra's Override objects. `sweeps` are the allowed kinds of sweep overrides.
 
@@ -268,7 +257,7 @@ def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
         check_override(text)
         is_pair = "=" in text or text.startswith("~")
         if is_pair and text.lstrip("+~").startswith(("hydra.", "hydra/")):
-            advice = "settings of Hydra itself are taken with -m only, for sweeps; leave it out"
+            advice = "settings of Hydra itself are of trainer.sweep only; leave it out"
             raise ConfigError(f"{text}: {advice}")
         if not is_pair or text.startswith("="):
             if "=" in overrides:
@@ -281,7 +270,7 @@ def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
         with _explained(line=f"{text}: {advice}"):
             override: Any = parser.parse_override(text)
         if override.is_sweep_override() and override.value_type.name not in sweeps:
-            advice = "several values need -m, such as a,b or range(1,4); write a list as [a,b]"
+            advice = "several values (a,b or range(1,4)) need sweep; write a list as [a,b]"
             raise ConfigError(f"{text}: {advice}")
         parsed.append(override)
     return parsed
@@ -300,7 +289,7 @@ def _compose(
     options = find_options(config_dirs)
     _choose(parsed, options)
     words = [override.input_line for override in parsed if override.key_or_group in options]
-    words += [*added, search_path(config_dirs)]
+    words += [*added, _search_path(config_dirs)]
     where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     GlobalHydra.instance().clear()
     with _explained(f"{where}: "), hydra.initialize_config_dir(str(CONF), "trainer", "1.3"):
@@ -317,6 +306,27 @@ def _compose(
             if "You must specify 'task'" not in str(error):
                 raise
     raise ConfigError(f"task is missing: give task=<name>, one of {', '.join(options['task'])}")
+
+
+class CheckedSource(FileConfigSource):
+    """A folder whose files are checked as they are read: one that a run does not use may be bad."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "checked"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.is_file():
+            check_yaml(path)
+        return super().load_config(config_path)
+
+
+def _search_path(folders: Sequence[str]) -> str:
+    """Return Hydra's setting of the user's config folders."""
+    Plugins.instance().register(CheckedSource)
+    places = ",".join(repr(f"checked://{Path(folder).resolve()}") for folder in folders)
+    return f"hydra.searchpath=[{places}]"
 
 
 def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
@@ -359,7 +369,7 @@ def answer(overrides: Sequence[str], flags: Sequence[str], config_dirs: Sequence
     parser.exit_on_error = False
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, does not print them
     # argparse needs the overrides in one block, and takes one --config-dir only
-    sys.argv = [sys.argv[0], *overrides, search_path(config_dirs), *flags]
+    sys.argv = [sys.argv[0], *overrides, _search_path(config_dirs), *flags]
     try:
         parser.parse_known_args(sys.argv[1:])
         hydra.main(str(CONF), "config", "1.3")(lambda _: None)()

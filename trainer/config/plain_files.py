@@ -1,8 +1,8 @@
-"""Reading files that may come from somebody else: plain ones only, within limits, without waiting.
+"""Safe reading of untrusted files: only regular files, within limits, and without blocking.
 
-The files of a run directory are input. A small file must not take minutes or the memory: not with
-aliases, nesting, long numbers or endless lines. What breaks a limit is an OSError or a ValueError
-with a reason of one line.
+The files of a run directory are input, and JSON. A small file must not take minutes or the memory:
+not with nesting, long numbers or endless lines. What breaks a limit is an OSError or a ValueError
+with a reason of one line. YAML is the user's own.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 import yaml
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_line
 
 BLOCK = 2**22  # bytes read at once
 MOST_DEPTH = 64  # of nested values
 MOST_DIGITS = 20  # of an integer: 2**64 has as many
-MOST_VALUES = 20_000  # of a YAML file, with those that its aliases repeat: 1 s in OmegaConf
+MOST_VALUES = 20_000  # of a user's YAML file: 1 s in OmegaConf
 MOST_OF_YAML = 2**18  # bytes: 2 s
 MOST_OF_JSON = 2**26
 MOST_OF_A_LINE = 2**20
@@ -118,6 +119,15 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
+def parse_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return (metadata, tensors) of the bytes of a safetensors file; its library reads no metadata
+    of bytes. Raises an exception of any kind for others."""
+    from safetensors.torch import load
+
+    length = int.from_bytes(data[:8], "little")
+    return parse_json(data[8 : 8 + length])["__metadata__"], load(data)
+
+
 _TOO_DEEP = f"values are nested more than {MOST_DEPTH} deep"
 
 
@@ -134,138 +144,147 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-_TAG = "tag:yaml.org,2002:"
-_FLOAT = r"""^(?:[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
-    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
-    |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"""  # as OmegaConf's
-
-
-class Loader(yaml.SafeLoader):
-    """A loader of plain values within limits; numbers and dates are read as OmegaConf reads them.
-
-    It raises yaml.YAMLError. PyYAML composes while it scans, so that a limit ends the scan too.
-    """
-
-    most_values = MOST_VALUES
-
-    def __init__(self, stream: Any):
-        super().__init__(stream)
-        self._depth = 0
-        self._num_values = 0
-        self._sizes: dict[str, int] = {}  # values below an anchor
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Count the node, an alias as all values that it repeats."""
-        event: Any = self.peek_event()
-        before = self._num_values
-        self._depth += 1
-        self._num_values += 1
-        anchor = event.anchor
-        if isinstance(event, yaml.AliasEvent) and anchor in self.anchors:
-            if anchor not in self._sizes:
-                raise yaml.YAMLError(f"the alias *{anchor} is part of itself")
-            self._num_values += self._sizes[anchor]
-        if self._depth > MOST_DEPTH:
-            raise yaml.YAMLError(_TOO_DEEP)
-        if self._num_values > self.most_values:
-            raise yaml.YAMLError(f"it has more than {self.most_values:,} values")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if anchor is not None:
-            self._sizes[anchor] = self._num_values - before
-        return node
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses a name given twice, and reads 1e-3 as a number, as OmegaConf does."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Build a dict. Refuse a name that is given twice."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise yaml.YAMLError(f"the name {twice} is given twice")
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: Any) -> int:
-        """Build an integer of a few digits."""
-        if len(node.value) <= 4 * MOST_DIGITS:  # in base 2, or with underscores
-            value = super().construct_yaml_int(node)
-            if abs(value) < 10**MOST_DIGITS:
-                return int(value)
-        raise yaml.YAMLError(f"a number has {len(node.value):,} digits")
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, form) for tag, form in known if not tag.endswith((":timestamp", ":float"))]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors: ClassVar[dict[Any, Any]] = {
-        None: yaml.SafeLoader.construct_undefined,
-        **{
-            f"{_TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{_TAG}{kind}"]
-            for kind in ("null", "bool", "float", "str", "seq", "map")
-        },
-        f"{_TAG}int": construct_yaml_int,
-    }
+_POWER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
 
 
-_FIRST = list("-+0123456789.")
-Loader.add_implicit_resolver(f"{_TAG}float", re.compile(_FLOAT, re.VERBOSE), _FIRST)
-
-
-def read_yaml(path: Path, most: int = MOST_OF_YAML) -> Any:
-    """Return the values of a YAML file. Raises OSError, and ValueError as `parse_yaml` does."""
-    return parse_yaml(read_file(path, most))
+def read_yaml(path: Path) -> Any:
+    """Return the values of a user's YAML file. Raises OSError, and ValueError as `parse_yaml`."""
+    return parse_yaml(read_file(path, MOST_OF_YAML))
 
 
 def parse_yaml(data: bytes | str) -> Any:
-    """Parse YAML. Raises ValueError for what is no YAML, and beyond the limits."""
-    text = data if isinstance(data, str) else data.decode()
+    """Parse a user's YAML. Raises ValueError for what is no YAML, and for too many values."""
     try:
-        return Loader(text).get_single_data()
+        loader = _Loader(data)
+        node = _compose(loader)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-_CDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML may lack libyaml
+def _compose(loader: yaml.SafeLoader) -> yaml.Node | None:
+    """Return the nodes of a file. Raises YAMLError for more values than can be built, with those
+    that aliases repeat: merges and OmegaConf copy them."""
+    try:
+        node = loader.get_single_node()
+        if _count(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"it has more than {MOST_VALUES:,} values")
+    except RecursionError:
+        raise yaml.YAMLError("values are nested too deep") from None
+    return node
 
 
-class _Dumper(_CDumper):
-    """A dumper that quotes each text that this module's loader, or PyYAML's, reads as something
-    else."""
-
-    yaml_implicit_resolvers: ClassVar = {
-        first: [
-            *yaml.SafeLoader.yaml_implicit_resolvers.get(first, ()),
-            *Loader.yaml_implicit_resolvers.get(first, ()),
-        ]
-        for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
-    }
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write a value out wherever it is."""
-        return True
-
-
-def format_yaml(values: Any) -> str:
-    """Return plain values as YAML, in their order."""
-    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
-    return str(yaml.dump(values, Dumper=_Dumper, default_flow_style=False, **options))
+def _count(node: Any, known: dict[int, float]) -> float:
+    """Return the number of values of a node; infinity for one that is part of itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_count(each, known) for each in below)
+    return known[id(node)]
 
 
 def check_yaml(path: Path) -> None:
-    """Raise ConfigError if the aliases of a user's YAML file repeat more than can be composed.
+    """Raise ConfigError if Hydra could not compose a user's YAML file, or not soon.
 
-    Also for what is not UTF-8, and for a byte order mark, behind which Hydra finds no `# @package`.
+    That is for its aliases, for what is not UTF-8, and for a byte order mark, behind which Hydra
+    finds no `# @package`.
     """
     data = path.read_bytes()
     if data.startswith(BOM_UTF8):
         raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     try:
-        data.decode()
+        text = data.decode()
+        if "&" in text and "*" in text:
+            _compose(yaml.SafeLoader(text))
     except UnicodeDecodeError as error:
         why = f"byte {data[error.start]:#04x} at position {error.start:,} is not UTF-8"
         raise ConfigError(f"{path}: {why}; save it as UTF-8") from None
-    if b"&" in data and b"*" in data:
-        try:
-            Loader(data).get_single_node()
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+CONFIG = "config.json"
+MOST_OF_CONFIG = 2**18  # bytes: with as many values as fit OmegaConf takes 80 s
+
+
+def format_config(settings: Mapping[str, Any]) -> str:
+    """Return groups of settings as the text of config.json.
+
+    Raises ConfigError if a resume could not read them.
+    """
+    for group, values in settings.items():
+        _check(f"{group}.options" if group == "task" else group, values)
+    text = _format(settings) + "\n"
+    if len(text.encode()) > MOST_OF_CONFIG or _count_values(_pair(settings)) > MOST_VALUES:
+        most = f"{MOST_OF_CONFIG:,} bytes and {MOST_VALUES:,} values"
+        must = f"all settings as JSON must be at most {most}"
+        raise ConfigError(f"task.options: {must}; read long values from a file in the task")
+    return text
+
+
+def _check(key: str, values: Any) -> None:
+    try:
+        parse_json(_format(values).encode())
+    except UnicodeEncodeError as error:
+        why = f"the character {error.object[error.start]!r} cannot be encoded"
+        raise ConfigError(f"{key}: {why}; use other characters") from None
+    except (TypeError, ValueError) as error:
+        why = f"a value cannot be written as JSON: {one_line(error)}"
+        raise ConfigError(f"{key}: {why}; give plain values") from None
+
+
+def _format(values: Any) -> str:
+    return json.dumps(_pair(values), indent=1, ensure_ascii=False)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the groups of settings in a config.json. Raises OSError, and ValueError for what no
+    run has written."""
+    raw = read_json(path, MOST_OF_CONFIG)
+    if _count_values(raw) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values")
+    raw = _unpair(raw)
+    return raw if isinstance(raw, dict) else {}
+
+
+def _count_values(value: Any) -> int:
+    """Return the number of values, with those of lists and mappings inside."""
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + sum(map(_count_values, parts)) if isinstance(value, (dict, list)) else 1
+
+
+def _pair(value: Any) -> Any:
+    """Return a value that JSON keeps: a mapping with names of numbers becomes `{"": pairs}`."""
+    if isinstance(value, (list, tuple)):
+        return [_pair(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    pairs = {name: _pair(each) for name, each in value.items()}
+    is_plain = all(isinstance(name, str) and name for name in pairs)
+    return pairs if is_plain else {"": [[name, each] for name, each in pairs.items()]}
+
+
+def _unpair(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpair(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if [*value] != [""]:
+        return {name: _unpair(each) for name, each in value.items()}
+    try:
+        return {name: _unpair(each) for name, each in value[""]}
+    except (TypeError, ValueError):
+        raise ValueError("the name '' must have pairs of a name and a value") from None

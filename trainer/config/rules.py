@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.guard import check_no_secret
+from trainer.config.bucket import address_problem, is_address
 from trainer.config.schema import Config, DistSettings, LaunchSettings
+from trainer.config.targets import check_no_secret
 from trainer.config.typed import build, convert, show
 from trainer.errors import ConfigError
 
@@ -22,8 +23,8 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
     Raises ConfigError with the key, the given value and the allowed values.
     """
     if not isinstance(plain.get("task"), Mapping) or "name" not in plain["task"]:
-        where = "set it in the task's file, below a first line '# @package _global_'"
-        raise ConfigError(f"task.name is missing: {where}")
+        raise ConfigError("""task.name is missing:
+            set it in the task's file, below a first line '# @package _global_'""")
     check_no_secret(plain)
     _spell_out(plain.get("dist"))
     config = build(Config, plain)
@@ -69,12 +70,7 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         if name is not None and not _is_folder_name(name):
             must = "must be one folder name, without '/' and not starting with '.'"
             yield key, f"{must}, of printable characters and less than 200 bytes"
-    for key, path in (("run.dir", run.dir), ("run.resume", run.resume)):
-        if problem := _path_problem(path or ""):
-            yield key, problem
-    for key, path in (("run.init_from", run.init_from), ("dist.path", config.dist.path)):
-        if problem := _path_problem(path or ""):
-            yield key, problem
+    yield from _find_place_problems(config)
     if config.strategy.name not in strategies:
         yield "strategy.name", f"must be one of {', '.join(strategies)}"
     is_loss = config.best_metric.endswith("/loss")
@@ -84,6 +80,21 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         yield "checkpoint.best_mode", f"set it to min or max for {config.best_metric}"
     yield from _find_launch_problems(config.launch)
     yield from _find_dist_problems(config.dist)
+
+
+def _find_place_problems(config: Config) -> Problems:
+    run, mirror = config.run, config.checkpoint.mirror
+    if is_address(run.dir):
+        own = f"checkpoint.mirror={run.dir}"
+        yield "run.dir", f"must be a folder here; keep the run in a bucket by {own}"
+    if mirror and (problem := address_problem(mirror)):
+        yield "checkpoint.mirror", problem
+    of_run = {"run.dir": run.dir, "run.resume": run.resume, "run.init_from": run.init_from}
+    for key, path in {**of_run, "dist.path": config.dist.path}.items():
+        may_be_far = key in ("run.resume", "run.init_from") and is_address(path)
+        find_problem = address_problem if may_be_far else _path_problem
+        if problem := find_problem(path or ""):
+            yield key, problem
 
 
 def _find_group_problems(config: Config, rows: int) -> Problems:
@@ -132,6 +143,14 @@ def _find_launch_problems(block: LaunchSettings) -> Problems:
     if block.name == "inline" and (ranks is not None or block.max_restarts):
         key = "launch.max_restarts" if ranks is None else "launch.nproc_per_node"
         yield key, "use launch=elastic or launch=spawn; torchrun has its own flags for it"
+    if block.name == "ray":
+        given = block.ranks if isinstance(block.ranks, list) else [block.ranks or 1] * 2
+        if len(given) != 2 or given[0] > given[1]:
+            yield "launch.ranks", "must be a number, or [least,most], as in [2,8]"
+        if ranks is not None:
+            yield "launch.nproc_per_node", "must be null with launch=ray; give launch.ranks"
+    elif block.ranks is not None:
+        yield "launch.ranks", "must be null without launch=ray; give launch.nproc_per_node"
     if block.name == "spawn" and block.max_restarts:
         yield "launch.max_restarts", "launch=spawn does not restart ranks; use launch=elastic"
 
@@ -157,8 +176,8 @@ def is_port(text: str) -> bool:
 def _check_spec(group: str, spec: Mapping[str, Any], options: Iterable[str]) -> None:
     """Check that a spec has a `_target_`, its floats are finite and its `lr` is not negative."""
     if not isinstance(spec.get("_target_"), str):
-        given = f"give {group}=<name> ({', '.join(options)})"
-        raise ConfigError(f"{group}._target_ is missing: {given}")
+        raise ConfigError(f"""{group}._target_ is missing:
+            give {group}=<name> ({", ".join(options)})""")
     for name, value in spec.items():
         if name == "lr" or isinstance(value, float):
             convert(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})

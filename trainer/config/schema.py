@@ -113,10 +113,16 @@ class DistSettings:
 
 @dataclass
 class LaunchSettings:
-    name: Literal["inline", "elastic", "spawn"]
+    name: Literal["inline", "elastic", "spawn", "ray"]
     nproc_per_node: str | None
+    ranks: Annotated[int, limit(min=1)] | list[Annotated[int, limit(min=1)]] | None
+    cpus_per_rank: Annotated[float, limit(above=0)]
+    gpus_per_rank: Annotated[float | None, limit(min=0)]
+    resources: dict[str, float]
+    labels: dict[str, str]
     max_restarts: Annotated[int, limit(min=0)]
     on_failed_job: Literal["continue", "stop"]
+    jobs: Annotated[int, limit(min=1)]
 
 
 @dataclass
@@ -130,6 +136,9 @@ class CheckpointSettings:
     on_error: Literal["stop", "continue"]
     best_metric: str | None
     best_mode: Literal["min", "max"] | None
+    export: Literal["hf"] | None
+    mirror: str | None
+    mirror_timeout_s: Annotated[float, limit(min=0)]
 
 
 @dataclass
@@ -144,7 +153,7 @@ class EvalSettings:
 class LogSettings:
     start: Literal["short", "full"]
     every_steps: Annotated[int, limit(min=1)]
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "csv"]]
     observers: list[str]
     train_metrics: bool
     images: Annotated[int, limit(min=0)]
@@ -162,13 +171,7 @@ class TaskSettings:
 
 @dataclass
 class Config:
-    """All settings. `optim` and `schedule` contain a `_target_` and its arguments.
-
-    Three fields are not settings. `folder` is the working directory at load time: relative paths
-    start there, even after a task calls os.chdir. `unlisted` are the names that were given in
-    task.options and are not in the task's YAML, and `implied` those that only the task's `Options`
-    give.
-    """
+    """All settings, such as `run.steps`. `optim` and `schedule` have `_target_` and arguments."""
 
     run: RunSettings
     data: DataSettings
@@ -181,6 +184,9 @@ class Config:
     task: TaskSettings
     optim: dict[str, Any]
     schedule: dict[str, Any]
+    # not settings: the working directory at load time, where relative paths start even after a
+    # task calls os.chdir; names given in task.options that the task's YAML does not have; names
+    # that only the task's `Options` give
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
     unlisted: list[str] = field(default_factory=list, metadata=NO_SETTING)
     implied: list[str] = field(default_factory=list, metadata=NO_SETTING)

@@ -1,10 +1,11 @@
-"""Targets: import and call what a config names. The only module that does."""
+"""Targets: import and call what a config names. The only module that does; secrets are refused."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 import typing
@@ -12,15 +13,78 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer.config.hints import suggest
-from trainer.config.typed import convert
+from trainer.config.typed import convert, suggest
 from trainer.errors import ConfigError, one_line
+
+_WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
+_PAIRS = {("api", "key"), ("access", "key"), ("private", "key")}
+# pad_token: "<pad>" is a vocabulary entry, so "token" after one of these is no secret
+_MARKS = {"pad", "bos", "eos", "unk", "sep", "cls", "mask"}
+_IN_ADDRESS = re.compile(
+    r"://[^/\s@]*:[^/\s@]+@|[?&]([\w-]*signature|sig|[\w-]*token)=", re.IGNORECASE
+)
+
+
+def check_no_secret(value: Any, key: str = "") -> None:
+    """Raise ConfigError if a key in a nested value names a secret, or an address has one.
+
+    The message has no values.
+    """
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            check_no_secret(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for number, below in enumerate(value):
+            check_no_secret(below, f"{key}.{number}")
+    elif _is_secret(key, str(value)):
+        raise _refuse(key, "is the name of a secret")
+    elif _IN_ADDRESS.search(str(value)):
+        raise _refuse(key, "is an address with a password or a signature")
+
+
+def _refuse(key: str, why: str) -> ConfigError:
+    name = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
+    return ConfigError(f"""{key}: {why}, and a configuration is written to files;
+        read it inside the task, as os.environ["{name}"]""")
+
+
+def check_override(text: str) -> None:
+    """Raise ConfigError for a secret in a raw override, before another error can print it."""
+    key, _, value = text.partition("=")
+    key = key.lstrip("+~-")
+    check_no_secret(value, key)
+    if "{" in value:
+        for name, below in re.findall(r"""([\w.-]+)['"]?\s*:\s*([^,}]*)""", value):
+            check_no_secret(below, f"{key}.{name}")
+
+
+def _is_secret(key: str, value: str) -> bool:
+    """Return True if a whole word of the key names a secret; num_tokens and tokenizer do not.
+
+    A number is a secret only if that word is the last one, so token_dim=64 is not.
+    """
+    text = value.strip(" '\"").lower()
+    if text in ("", "null", "none", "true", "false"):
+        return False
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
+    named = [
+        before not in _MARKS if word == "token" else word in _WORDS or (before, word) in _PAIRS
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    is_number = all(re.fullmatch(r"[-+.\de]+", part.strip()) for part in text.split(","))
+    return any(named) and (named[-1] or not is_number)
+
 
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
 Spec = Mapping[str, Any]  # a `_target_` and its arguments
 
 # of packages that tasks import
-EXTRAS = {"datasets": "hf", "transformers": "hf", "torchmetrics": "metrics", "pyarrow": "parquet"}
+EXTRAS = {
+    **dict.fromkeys(("datasets", "gguf", "huggingface_hub", "peft", "tokenizers"), "hf"),
+    "transformers": "hf",
+    "torchmetrics": "metrics",
+    "pyarrow": "parquet",
+}
 
 
 def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
@@ -44,9 +108,9 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     except ImportError as error:
         if "no known parent package" not in str(error):
             raise
-        must = "must be named with its package, since it imports from it"
-        advice = f"start in the folder above, with {key}=<folder>.{name}"
-        raise ConfigError(f"{key}={name}: {must}; {advice}") from error
+        raise ConfigError(f"""{key}={name}:
+            must be named with its package, since it imports from it;
+            start in the folder above, with {key}=<folder>.{name}""") from error
     if inspect.ismodule(getattr(module, attribute, None)) or _is_file_of(module, name):
         raise ConfigError(f"{key}={name}: is a module: must be a class in it, so add its name")
     if not hasattr(module, attribute):
@@ -55,8 +119,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     target = getattr(module, attribute)
     origin = getattr(target, "__module__", None) or ""
     if not callable(target) or not lies_under(origin, allowed):
-        listed = ", ".join(allowed)
-        raise ConfigError(f"{key}={name}: must be a class or function defined under {listed}")
+        raise ConfigError(f"""{key}={name}:
+            must be a class or function defined under {", ".join(allowed)}""")
     return target
 
 
@@ -103,14 +167,14 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     target = resolve(name, f"{key}._target_", packages)
     signature = _signature_of(target)
     if kind is None and next(iter(signature.parameters), None) != "num_steps":
-        advice = "as in def mine(num_steps, warmup_steps=0)"
-        raise ConfigError(f"{key}._target_={name}: must take num_steps first, {advice}")
+        raise ConfigError(f"""{key}._target_={name}:
+            must take num_steps first, as in def mine(num_steps, warmup_steps=0)""")
     if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
-        allowed = f"{kind.__module__}.{kind.__name__}"
-        raise ConfigError(f"{key}._target_={name}: must be a subclass of {allowed}")
+        raise ConfigError(f"""{key}._target_={name}:
+            must be a subclass of {kind.__module__}.{kind.__name__}""")
     if target is kind or inspect.isabstract(target):
-        must = "must be a class that can be built, not an abstract one"
-        raise ConfigError(f"{key}._target_={name}: {must}; give one of its subclasses")
+        raise ConfigError(f"""{key}._target_={name}:
+            must be a class that can be built, not an abstract one; give one of its subclasses""")
     arguments = {argument: value for argument, value in spec.items() if argument != "_target_"}
     for argument, value in arguments.items():
         if argument in signature.parameters:

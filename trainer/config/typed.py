@@ -1,18 +1,93 @@
-"""Conversion of plain values to dataclasses, checked against annotations and limits."""
+"""Conversion of plain values to dataclasses, checked, with suggestions for unknown names."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from trainer.config import CONF
-from trainer.config.hints import suggest, translate
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, closest, did_you_mean
+
+TRANSLATED = ("strategy", "strategy.precision", "schedule")  # settings, with sections of that name
+HINTS = Path(__file__).with_name("hints.yaml")
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return advice for an unknown name, such as `; did you mean optim.lr?`.
+
+    A known name with the same last part comes first, then the advice in hints.yaml, then the
+    nearest known name. `prefix` is written before a known name. Empty if nothing is similar.
+    """
+    known = list(known)
+    leaf = _leaf(name)
+    is_own = f"{prefix}{name}".startswith("task.options.")  # names that the task defines
+    hints = {} if is_own else _read("names")
+    foreign = leaf.lower().replace("-", "_")
+    close = [other for other in known if _leaf(other) == leaf]
+    if close == ["task.trainer"]:
+        close = []  # trainer=ddp is a group of lightning-hydra-template
+    elif not close:
+        # The prefix alone, as in run.patience and run.seed, makes no name near.
+        least = 0.8 if foreign in hints else 0.5
+        near = closest(name, known, 0.6)
+        close = [near] * bool(near and _likeness(leaf, _leaf(near)) >= least)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    near = closest(foreign, hints, 0.8)
+    return f"; {hints[near]}" if near else ""
+
+
+def translate(key: str, value: Any, choices: Iterable[str]) -> str:
+    """Return advice for an unknown value: `; bf16-mixed is amp_bf16 here`, or a similar choice."""
+    choices = list(choices)
+    name = str(value).lower()
+    if name in choices:
+        return f"; did you mean {name}?"
+    own = _read(key).get(name) if key in TRANSLATED else None
+    if own == "":
+        return f"; {value} is not supported: use fsdp, or zero1 to divide the optimizer's state"
+    return f"; {value} is {own} here" if own else suggest(str(value), choices)
+
+
+def suggest_hook(name: str, hooks: Iterable[str]) -> str:
+    """Return advice for a method that nothing calls: a hook's near name, or of a framework."""
+    if name in (foreign := _read("hooks")):
+        return foreign[name]
+    return did_you_mean(name, hooks, 0.85).removeprefix("; ")
+
+
+def suggest_attribute(name: str, known: Iterable[str]) -> str:
+    """Return advice for an attribute that a task does not have; empty if nothing is similar."""
+    if name in (foreign := _read("attributes")):
+        return foreign[name]
+    near = closest(name, known, 0.8)
+    return f"did you mean self.{near}?" if near else ""
+
+
+def _leaf(name: str) -> str:
+    return name.split(".")[-1]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+@cache
+def _read(section: str) -> dict[str, str]:
+    """Return a section of hints.yaml with one entry for each foreign name."""
+    import yaml
+
+    groups = yaml.safe_load(HINTS.read_text(encoding="utf-8"))[section]
+    return {name.strip(): hint for names, hint in groups.items() for name in names.split(",")}
+
 
 T = TypeVar("T")
 Limits = Mapping[str, Any]
@@ -45,6 +120,28 @@ def limit(**bounds: float) -> dict[str, float]:
 def unknown(prefix: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a name that is not a setting."""
     return ConfigError(f"{prefix}{name} is not a setting{suggest(name, known, prefix)}")
+
+
+class OptionMapping(dict[str, Any]):
+    """Plain settings of a task, which are attributes too: `options.width`, `options["width"]`."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__((name, _with_attributes(value)) for name, value in values.items())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no option {name}{suggest(name, self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"options are not changed: give task.options.{name}={value}")
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_attributes(each) for each in value]
+    return OptionMapping(value) if isinstance(value, Mapping) else value
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainer.config.schema import Config
-from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.data.examples import length_of
-from trainer.data.ledger import Ledger
-from trainer.data.loaders import ExampleSource, Piece
-from trainer.data.order import EpochSampler
+from trainer.data.ledger import CLOSE_EVERY, Ledger
+from trainer.data.loaders import ExampleSource
+from trainer.data.order import BatchPlan, BatchSplit, EpochSampler, check_batch
+from trainer.data.packing import check_enough
 from trainer.data.preparation import MicroBatch, Preparation
-from trainer.data.sampling.base import Sampling
-from trainer.data.shards.fetcher import NoFetcher, open_fetcher
+from trainer.data.resident import Piece
+from trainer.data.sampling import Sampling
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
-from trainer.errors import ConfigError, RunError, counted
+from trainer.errors import RunError, counted
 
+_INDICES = operator.itemgetter(1)  # of a piece
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more
 
 
@@ -32,13 +34,13 @@ class LocalBatch:
     """This rank's rows of one global batch, in micro-batches.
 
     Iterating augments a micro-batch and seeds dropout for it, so run it before taking the next.
-    It can be iterated several times, with the same random numbers. All pieces are read before the
-    step, so that one that cannot be read leaves the state whole; each is copied to the device when
-    it is used. `first` is the number of this rank's first micro-batch in the global batch.
+    It can be iterated several times, with the same random numbers.
     """
 
+    # all are read before the step, so that one that cannot be read leaves the state whole; each is
+    # copied to the device when it is used
     pieces: Sequence[Piece]
-    first: int
+    first: int  # number of this rank's first micro-batch in the global batch
     step: int
     epoch: int
     prepare: Preparation
@@ -54,14 +56,24 @@ class LocalBatch:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for number, piece in enumerate(self.pieces, self.first):
-            if number > self.first:  # Batches.epoch entered the phase for the first one
+            if number > self.first:  # Batches.take entered the phase for the first one
                 self.heartbeat.enter(Phase.COMPUTE)
             yield self.prepare(piece, "train", self.epoch, self.step, number)
 
-    def again(self, number: int) -> None:
+    def repeat_draws(self, number: int) -> None:
         """Begin the random draws of the `number`-th of these micro-batches once more."""
         _, indices = self.pieces[number]
         self.prepare.begin_draws(self.step, self.first + number, indices)
+
+
+class AheadFetcher(Protocol):
+    """A process that fetches what the next steps of the run read; steps are 0-based."""
+
+    def begin(self, step: int, until: int) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Batches:
@@ -72,7 +84,7 @@ class Batches:
         dataset: Any,
         sampling: Sampling,
         config: Config,
-        cut: Cut,
+        batch_split: BatchSplit,
         rank: int,
         size: int,
         prepare: Preparation,
@@ -87,14 +99,12 @@ class Batches:
         would be empty.
         """
         data = config.data
-        if data.global_batch > sampling.size:
-            most = f"must be at most the {sampling.size} training examples"
-            raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
-        micro_batch = check_batch(data.global_batch, cut, size)
+        check_enough(dataset, data.global_batch, sampling.size)
+        micro_batch = check_batch(data.global_batch, batch_split, size)
         source = ExampleSource(
             dataset, "train", data, prepare.seed, prepare.device, prepare.collate, sampling
         )
-        self.plan = BatchPlan(sampling.size, data.global_batch, micro_batch, size, cut.unit)
+        self.plan = BatchPlan(sampling.size, data.global_batch, micro_batch, size, batch_split.unit)
         self.ledger = Ledger(self.plan, rank, is_counted)
         self.replaced: dict[str, int] = {}
         self.dataset = dataset
@@ -105,34 +115,51 @@ class Batches:
         self._ranks = ranks
         self._sampler = EpochSampler(self.plan, sampling, prepare.seed, rank, source.index_device)
         self._loaders = [source.open(self._sampler)]
+        self._ahead: tuple[int, Iterator[Piece]] = (-1, iter(()))  # a step, and its pieces on
 
     @property
     def steps_per_epoch(self) -> int:
         return self.plan.steps_per_epoch
 
-    def epoch(self, epoch: int, first: int = 0, until: int = 0) -> Iterator[LocalBatch]:
-        """Iterate over the batches of an epoch, from its 0-based step `first`.
+    def take(self, first: int, end: int, until: int) -> Iterator[LocalBatch]:
+        """Iterate over the batches of the run's steps `first` to `end - 1`, of one epoch.
 
         Shards are fetched ahead for the steps before the run's step `until`.
         """
-        self.check_length()
-        self._sampler.set_epoch(epoch, first)
-        begin = epoch * self.steps_per_epoch
-        fetcher = self._fetcher
-        fetcher.begin(begin + first, until)
-        pieces = iter(self._loaders[0])
-        heartbeat = self._ranks.heartbeat
-        for step in range(begin + first, begin + self.steps_per_epoch):
+        epoch, start = divmod(first, self.steps_per_epoch)
+        if start == 0 or first != self._ahead[0]:
+            self._open(epoch, start, until)
+        _, pieces = self._ahead
+        heartbeat, group = self._ranks.heartbeat, self._ranks.group
+        fetcher, pending = self._fetcher, self.ledger.pending
+        count = len(self._sampler.pieces)
+        for step in range(first, end):
             heartbeat.begin_step(step)
-            fetcher.advance(step)
-            batch = self._local(list(islice(pieces, len(self._sampler.pieces))), step, epoch)
-            self.ledger.note(batch.indices, self._ranks.group)
+            if fetcher is not None:
+                fetcher.advance(step)
+            own = list(islice(pieces, count))
+            pending.append(list(map(_INDICES, own)))
+            if len(pending) >= CLOSE_EVERY:
+                self.ledger.close(group)
+            self._ahead = (step + 1, pieces)
             heartbeat.enter(Phase.COMPUTE)
-            yield batch
+            yield self._local(own, step, epoch)
+
+    def _open(self, epoch: int, start: int, until: int) -> None:
+        """Begin an epoch at its 0-based step `start`."""
+        self._ahead = (-1, iter(()))  # the last epoch's readers end before the next ones begin
+        self.check_length()
+        self._sampler.set_epoch(epoch, start)
+        first = epoch * self.steps_per_epoch + start
+        if self._fetcher is not None:
+            self._fetcher.begin(first, until)
+        self._ahead = (first, iter(self._loaders[0]))
 
     @cached_property
-    def _fetcher(self) -> NoFetcher:
-        return open_fetcher(self.dataset, self._sampler, self._ranks.group.world)
+    def _fetcher(self) -> AheadFetcher | None:
+        """The fetcher of this node's shards; None on most ranks, and for data that is here."""
+        open_fetcher = getattr(self.dataset, "open_fetcher", None)
+        return open_fetcher and open_fetcher(self._sampler, self._ranks.group.world)
 
     def of_step(self, step: int) -> LocalBatch:
         """Return the batch of any 0-based step, read in this process and kept out of the ledger."""
@@ -143,10 +170,13 @@ class Batches:
         pieces = [self._loaders[0].read(indices, epoch) for indices in wanted]
         return self._local(pieces, step, epoch)
 
-    def of_examples(self, *indices: torch.Tensor) -> LocalBatch:
-        """Return a micro-batch of each of these examples, read in this process as in epoch 0."""
+    def of_examples(self, *indices: torch.Tensor, first: int = 0) -> LocalBatch:
+        """Return a micro-batch of each of these examples, read in this process as in epoch 0.
+
+        `first` is the number of the first one in the global batch.
+        """
         pieces = [self._loaders[0].read(each.to(self._sampler.device)) for each in indices]
-        return LocalBatch(pieces, 0, 0, 0, self._prepare, self._ranks.heartbeat)
+        return LocalBatch(pieces, first, 0, 0, self._prepare, self._ranks.heartbeat)
 
     def first_examples(self, first: int, count: int) -> torch.Tensor:
         """Return the indices of `count` examples of epoch 0, from the `first` one in its order."""
@@ -159,10 +189,9 @@ class Batches:
         length = length_of(self.dataset, "the train data")
         original = self._sampler.sampling.num_examples
         if length != original:
-            why = "must not change, because the sample order depends on it"
-            advice = "fix the length of the dataset, or start a new run"
-            had = f"has {length:,} examples and had {original:,}"
-            raise RunError(f"the train data {had} at the start: {why}; {advice}")
+            raise RunError(f"""the train data has {length:,} examples and had
+                {original:,} at the start: must not change, because the sample order depends on it;
+                fix the length of the dataset, or start a new run""")
 
     def _local(self, pieces: Sequence[Piece], step: int, epoch: int) -> LocalBatch:
         return LocalBatch(pieces, self._first, step, epoch, self._prepare, self._ranks.heartbeat)
@@ -182,8 +211,8 @@ class Batches:
         unreadable = _examples(self.replaced)
         most = max(MOST_UNREADABLE, self._sampler.sampling.num_examples // 100)
         if len(unreadable) > most:
-            read = f"{counted(len(unreadable), 'train example')} cannot be read"
-            raise RunError(f"data.on_error=skip: {read}; must be at most {most}; repair the data")
+            raise RunError(f"""data.on_error=skip: {counted(len(unreadable), "train example")}
+                cannot be read; must be at most {most}; repair the data""")
         return sorted(unreadable - known)
 
     def restore(self, step: int, chain: str, replaced: dict[str, int]) -> None:
@@ -193,8 +222,10 @@ class Batches:
 
     def close(self) -> None:
         """Stop the data workers immediately: garbage collection would wait 5 s for each."""
+        self._ahead = (-1, iter(()))
         self._loaders.clear()
-        self._fetcher.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
 
 def _examples(replaced: dict[str, int]) -> set[int]:

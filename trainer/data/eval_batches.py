@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from trainer.config.schema import Config
-from trainer.data.batch_plan import Cut, Leaves, check_batch
 from trainer.data.loaders import ExampleSource
-from trainer.data.order import IndexSampler
+from trainer.data.order import BatchSplit, IndexSampler, Leaves, check_batch
 from trainer.data.preparation import Preparation
 from trainer.distributed import accelerator
 
@@ -80,7 +79,7 @@ class EvalBatches:
         self,
         dataset: Any,
         config: Config,
-        cut: Cut,
+        batch_split: BatchSplit,
         rank: int,
         size: int,
         prepare: Preparation,
@@ -89,11 +88,12 @@ class EvalBatches:
         """Shard a data set. Random draws of training examples are not those of training."""
         data = config.data
         self.split = "eval" if split == "train" else split
-        own = (prepare.seed, prepare.device, prepare.collate)
-        source = ExampleSource(dataset, self.split, data, *own)
-        rows = config.eval.micro_batch or check_batch(data.global_batch, cut, size)
-        place = (rank, size, source.index_device, cut.is_fixed)
-        self._shard = ShardSampler(len(dataset), rows, *place)
+        source = ExampleSource(
+            dataset, self.split, data, prepare.seed, prepare.device, prepare.collate
+        )
+        rows = config.eval.micro_batch or check_batch(data.global_batch, batch_split, size)
+        device = source.index_device
+        self._shard = ShardSampler(len(dataset), rows, rank, size, device, batch_split.is_fixed)
         self._prepare = prepare
         self._loader = source.open(self._shard)
 

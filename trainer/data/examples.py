@@ -1,4 +1,4 @@
-"""Examples that cannot become a batch: which one, and why. And the length of a dataset."""
+"""Errors for examples that cannot be batched, which name the example; the length of a dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import ConcatDataset, Subset
 
+from trainer.blame import find_rows
 from trainer.codec import name_of
 from trainer.errors import ConfigError, describe_with_place
 
@@ -21,8 +23,8 @@ def length_of(dataset: Any, subject: str) -> int:
     try:
         given = dataset.__len__()
     except Exception as error:
-        why = describe_with_place(error)
-        raise ConfigError(f"{subject}, whose length cannot be read: {why}; {must}") from None
+        raise ConfigError(f"""{subject}, whose length cannot be read: {describe_with_place(error)};
+            {must}""") from None
     try:
         length = operator.index(given)
     except TypeError:
@@ -79,19 +81,24 @@ def find_odd(
     for index, form in zip(indices, forms, strict=True):
         if form != usual:
             return index, f"it is {form} and the others are {usual}", advice
-    problems = {index: _problem(collate, e) for index, e in zip(indices, examples, strict=True)}
-    odd = [index for index, problem in problems.items() if problem]
-    return (odd[0], problems[odd[0]], advice) if 0 < len(odd) < len(problems) else None
+
+    def fails(first: int, last: int) -> bool:
+        return bool(_problem(collate, examples[first:last]))
+
+    odd = list(find_rows(fails, len(examples)))
+    if not odd or len(odd) == len(examples):
+        return None
+    return indices[odd[0]], _problem(collate, [examples[odd[0]]]), advice
 
 
 def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, int) and leaf not in INT64
 
 
-def _problem(collate: Any, example: Any) -> str:
-    """Return the error of a batch of this example alone; empty if there is none."""
+def _problem(collate: Any, examples: Sequence[Any]) -> str:
+    """Return the error of a batch of these examples alone; empty if there is none."""
     try:
-        collate([example])
+        collate(examples)
     except Exception as error:
         return describe_with_place(error)
     return ""
@@ -113,3 +120,16 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_complex():
         return f"{tuple(leaf.shape)} of {name_of(leaf.dtype)}"
     return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
+
+
+def fetch_together(dataset: Any, indices: Sequence[int]) -> None:
+    """Fetch the shards of several examples at the same time, also those of a part of `dataset`."""
+    if hasattr(dataset, "fetch_examples"):
+        dataset.fetch_examples(indices)
+    elif isinstance(dataset, Subset):
+        fetch_together(dataset.dataset, [dataset.indices[index] for index in indices])
+    elif isinstance(dataset, ConcatDataset):
+        starts = [0, *dataset.cumulative_sizes]
+        for part, first, last in zip(dataset.datasets, starts, starts[1:], strict=False):
+            if own := [index - first for index in indices if first <= index < last]:
+                fetch_together(part, own)

@@ -1,7 +1,7 @@
-"""Two loaders from a dataset to the device, which iterate over micro-batches (batch, indices).
+"""Loaders from a dataset to the device, which iterate over micro-batches (batch, indices).
 
-*Resident*: the dataset is tensors, which stay on the device; micro-batches are gathered there.
-*Streamed*: any map-style dataset, read through DataLoader and its workers.
+*Streamed*: any map-style dataset, read through DataLoader and its workers. Data that is tensors
+has a loader of its own, in resident.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,11 +25,17 @@ from torch.utils.data import (
 )
 
 from trainer.config.schema import DataSettings
-from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
+from trainer.data.examples import (
+    fetch_together,
+    find_flaw,
+    find_odd,
+    form_of,
+    is_complex,
+    length_of,
+)
 from trainer.data.order import IndexSampler
-from trainer.data.sampling.base import Sampling
-from trainer.data.shards.dataset import fetch_together
-from trainer.data.shards.errors import ServerError, ShardError
+from trainer.data.resident import Piece, ResidentLoader
+from trainer.data.sampling import Sampling
 from trainer.data.workers import (
     POLL_S,
     SHARED,
@@ -42,42 +47,20 @@ from trainer.data.workers import (
     workers_named,
 )
 from trainer.distributed import accelerator
-from trainer.errors import ConfigError, RunError, describe_with_place, one_line
-from trainer.rng.philox import key_of, random_state, seed_example
+from trainer.errors import (
+    ConfigError,
+    RunError,
+    ServerError,
+    ShardError,
+    describe_with_place,
+    one_line,
+)
+from trainer.rng import random_state, seed_example
+from trainer.rng.philox import key_of
 
-AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
 WRITE = "python -m trainer.shards write task=<name> to=URL"
 MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it
 Collate = Callable[[list[Any]], Any]
-Piece = tuple[Any, torch.Tensor]  # a micro-batch of the dataset, and its example indices
-
-
-class ResidentDataset(TensorDataset):
-    """Tensors with equal first axes, on any device, with a note on their origin.
-
-    `source` is printed at the start. `digest`, if set, is saved in the checkpoint: a resume
-    refuses data with another digest. Without one it compares the content at fixed places.
-    """
-
-    def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
-        _check_tensors(tensors)
-        super().__init__(*tensors)
-        self.source = source
-        self.digest = digest
-
-
-def _check_tensors(tensors: tuple[Any, ...]) -> None:
-    for number, tensor in enumerate(tensors, 1):
-        must = f"argument {number} must be a tensor with a row for each example"
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"ResidentDataset: {must}, and is a {type(tensor).__name__}")
-        if not tensor.dim():
-            raise ConfigError(f"ResidentDataset: {must}, and is a scalar")
-        if tensor.size(0) != tensors[0].size(0):
-            rows = f"{tensors[0].size(0)} and {tensor.size(0)} rows"
-            raise ConfigError(f"ResidentDataset: {must}, and arguments 1 and {number} have {rows}")
-    if not tensors:
-        raise ConfigError("ResidentDataset: must have at least one tensor")
 
 
 def check_dataset(dataset: Any, split: str, path: str) -> None:
@@ -89,22 +72,21 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     returned = f"build_dataset({split!r}) returned"
     if dataset is None or isinstance(dataset, DataLoader):
         given = "None" if dataset is None else "a DataLoader"
-        must = "must be a dataset; Lockstep makes the batches, of data.global_batch rows"
-        raise ConfigError(f"{returned} {given}: {must}")
+        raise ConfigError(f"""{returned} {given}: must be a dataset;
+            Lockstep makes the batches, of data.global_batch rows""")
     if isinstance(dataset, Mapping):
-        names = ", ".join(map(str, list(dataset)[:3]))
-        raise ConfigError(f"{returned} a {kind} of {names}: must be the data set of one split")
+        raise ConfigError(f"""{returned} a {kind} of {", ".join(map(str, list(dataset)[:3]))}:
+            must be the data set of one split""")
     if isinstance(dataset, tuple) and all(isinstance(each, torch.Tensor) for each in dataset):
-        must = "must be a dataset; wrap them: ResidentDataset(inputs, targets)"
-        raise ConfigError(f"{returned} a tuple of tensors: {must}")
+        raise ConfigError(f"""{returned} a tuple of tensors: must be a dataset;
+            wrap them: ResidentDataset(inputs, targets)""")
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_methods:
-        must = "must be map-style, with __len__ and __getitem__"
-        advice = f"write it once: {WRITE}, and return ShardedDataset(URL)"
-        raise ConfigError(f"{returned} {kind}: {must}; {advice}")
+        raise ConfigError(f"""{returned} {kind}: must be map-style, with __len__ and __getitem__;
+            write it once: {WRITE}, and return ShardedDataset(URL)""")
     if path == "resident" and not isinstance(dataset, TensorDataset):
-        why = f"the {split} data is a {kind}, not a TensorDataset"
-        raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
+        raise ConfigError(f"""data.path=resident: the {split} data is a {kind}, not a TensorDataset;
+            use data.path=auto or streamed""")
     if length_of(dataset, f"{returned} {kind}") == 0:
         raise ConfigError(f"{returned} 0 examples: must be at least 1")
     if isinstance(dataset, TensorDataset) and (flaw := find_flaw(dataset.tensors)):
@@ -141,7 +123,9 @@ class ExampleSource(Dataset):
         return self.device if self.is_resident else torch.device("cpu")
 
     def open(self, sampler: IndexSampler) -> ResidentLoader | StreamedLoader:
-        return (ResidentLoader if self.is_resident else StreamedLoader)(self, sampler)
+        if not self.is_resident:
+            return StreamedLoader(self, sampler)
+        return ResidentLoader([each.to(self.device) for each in self.dataset.tensors], sampler)
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Any:
         """Return (batch, indices read, replaced indices), or the error to raise.
@@ -233,9 +217,8 @@ class ExampleSource(Dataset):
             if os.strerror(errno.ENOSPC) in str(error):
                 raise RunError(SHARED) from None
             if is_own:
-                raise RunError(
-                    f"{self._named(indices)}: collate(rows) failed: {describe_with_place(error)}"
-                ) from None
+                raise RunError(f"""{self._named(indices)}:
+                    collate(rows) failed: {describe_with_place(error)}""") from None
             if not isinstance(error, TypeError):  # which the types of the example show
                 why = f": {one_line(error)}"
         if is_own and flaw:
@@ -261,36 +244,6 @@ class ExampleSource(Dataset):
 
 def _are_alike(examples: list[Any]) -> bool:
     return len(set(map(form_of, examples))) == 1
-
-
-class ResidentLoader:
-    """Loader that gathers rows of tensors on the device.
-
-    Several small micro-batches are gathered at once: next to a small model, each gather costs as
-    much as a layer.
-    """
-
-    def __init__(self, source: ExampleSource, sampler: IndexSampler):
-        self._tensors = [tensor.to(source.device) for tensor in source.dataset.tensors]
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[Piece]:
-        row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self._tensors))
-        batches = iter(self._sampler)
-        for first in batches:
-            count = max(1, AHEAD_BYTES // (row_bytes * max(1, first.numel())))
-            some = [first, *islice(batches, count - 1)]
-            gathered, _ = self.read(torch.cat(some) if len(some) > 1 else first)
-            sizes = [indices.numel() for indices in some]
-            parts = [tensor.split(sizes) for tensor in gathered]
-            yield from zip(zip(*parts, strict=True), some, strict=True)
-
-    def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
-        """Return any examples as one micro-batch."""
-        return tuple(tensor.index_select(0, indices) for tensor in self._tensors), indices
-
-    def take_replaced(self) -> dict[str, int]:
-        return {}  # rows of a tensor are always readable
 
 
 class StreamedLoader:

@@ -9,29 +9,25 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from trainer.data.sampling.base import as_vector, check_size
-from trainer.data.sampling.shards import ShardShuffle
-from trainer.data.shards.errors import ShardError
-from trainer.errors import ConfigError
+from trainer.data.sampling import as_vector, check_size
+from trainer.data.sampling.shard_order import ShardShuffle
+from trainer.errors import ConfigError, ShardError
 
 SEGMENTS = "segments"
 POSITIONS = "positions"
 
 
 class PackedDataset(Dataset):
-    """Rows of `budget` tokens, each of several sequences: hardly any padding.
+    """Rows of `budget` tokens, each of several sequences, with hardly any padding.
 
-    What is packed together depends on the lengths alone, so a row is the same in any layout and
-    epoch, and a global batch has a fixed number of tokens; the epochs permute the rows. A sequence
-    longer than `budget` is cut.
-
-        PackedDataset(sentences, lengths, budget=1024, padding={"labels": -100})
+    Only the lengths decide what is packed together, so rows do not depend on layout and epoch;
+    epochs permute the rows. A sequence longer than `budget` is cut.
 
     An example of `dataset` is a 1-D tensor, then named "tokens", or a dict of 1-D tensors of one
     length. A row is a dict of them, (budget,), with "segments", the number of a token's sequence
-    in the row from 1 on, and 0 for padding, and "positions", from 0 on in each sequence. Attention
-    must not cross segments: `segments[:, :, None] == segments[:, None, :]` is the mask, and
-    `segments > 0` the weight of the loss.
+    (from 1; 0 is padding), and "positions", from 0 in each sequence. Attention must not cross
+    segments: `segments[:, :, None] == segments[:, None, :]` is the mask, and `segments > 0` the
+    weight of the loss.
     """
 
     def __init__(
@@ -43,23 +39,23 @@ class PackedDataset(Dataset):
     ):
         """`lengths` (examples,): tokens of each; `padding`: value by name, by default 0.
 
-        Of a `ShardedDataset` only sequences of the same shard are packed together. Raises
-        ConfigError if there are other numbers of lengths, or a length below 1.
+        Packs only sequences of the same shard of a `ShardedDataset` together. Raises ConfigError
+        for another number of lengths, or a length below 1.
         """
         check_size("budget", budget)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            must = "must be a data set with __len__ and __getitem__"
-            raise ConfigError(f"dataset: {must}, and is a {type(dataset).__name__}")
+            raise ConfigError(f"""dataset: must be a data set with __len__ and __getitem__,
+                and is a {type(dataset).__name__}""")
         if not isinstance(padding or {}, Mapping):
-            must = 'must be values by name, such as {"labels": -100}'
-            raise ConfigError(f"padding={padding!r:.60}: {must}")
+            raise ConfigError(f"""padding={padding!r:.60}:
+                must be values by name, such as {{"labels": -100}}""")
         self._dataset = dataset
         self._budget = budget
         self._padding = dict(padding or {})
         counts = as_vector(lengths, "lengths", torch.int64)
         if len(counts) != len(dataset):
-            have = f"the data has {len(dataset):,} examples"
-            raise ConfigError(f"lengths: must be one for each example; {have}, not {len(counts):,}")
+            raise ConfigError(f"""lengths: must be one for each example;
+                the data has {len(dataset):,} examples, not {len(counts):,}""")
         if int(counts.min()) < 1:
             raise ConfigError(f"lengths: must be at least 1, and one is {int(counts.min())}")
         self._lengths = counts
@@ -76,8 +72,7 @@ class PackedDataset(Dataset):
         self._pieces = torch.tensor([piece for each in packs for piece in each])
         if shards is not None:  # as an order and a fetcher know it
             self.sampling = ShardShuffle(rows, shards.lanes, shards.window)
-            self.cache = dataset.cache
-            self.ahead_bytes = dataset.ahead_bytes
+            self.open_fetcher = dataset.open_fetcher
 
     @property
     def padding_share(self) -> float:
@@ -178,3 +173,13 @@ def _cut(lengths: Sequence[int], budget: int, first: int) -> Iterator[Piece]:
     for index, length in enumerate(lengths, first):
         for begin in range(0, length, budget):
             yield index, begin, min(begin + budget, length)
+
+
+def check_enough(dataset: Any, global_batch: int, num_examples: int) -> None:
+    """Raise ConfigError if a global batch needs more examples than there are."""
+    if global_batch > num_examples:
+        packed = ""
+        if isinstance(dataset, PackedDataset):
+            packed = f", {dataset.source}; make rows shorter, or do not pack"
+        raise ConfigError(f"""data.global_batch={global_batch}:
+            must be at most the {num_examples} training examples{packed}""")

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from trainer.data.examples import find_flaw
-from trainer.data.loaders import Collate, Piece
+from trainer.data.loaders import Collate
+from trainer.data.resident import Piece
 from trainer.distributed import accelerator
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
-from trainer.rng.forward import Draws
+from trainer.rng.forward import ExampleRng
 from trainer.rng.philox import Random
 
 MicroBatch = tuple[Any, Any]
+
+
+class MicroBatches(Protocol):
+    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+Form = tuple[torch.dtype, int, torch.dtype, int]  # of two tensors: dtype and number of axes
+IMAGES = 4  # axes: their memory format may have to change
 
 
 @dataclass(frozen=True)
@@ -29,22 +41,41 @@ class Preparation:
     """
 
     split_batch: Callable[[Any], tuple[Any, Any]]
-    augment: Callable[[Any, Any, Random, bool], tuple[Any, Any]]
+    augment: Callable[[Any, Any, Random, bool], tuple[Any, Any]] | None  # None: nothing to do
     convert: Callable[[Any, Any], MicroBatch]
     seed: int
     device: torch.device
-    draws: Draws
+    draws: ExampleRng
     collate: Collate = default_collate
+    takes_pairs: bool = False  # split_batch returns a pair as it is
     checked: set[str] = field(default_factory=set)  # splits of which one micro-batch was checked
+    forms: dict[str, Form] = field(default_factory=dict)  # by split, of what needs no conversion
 
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
-        """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
-        self.draws.end()  # augment draws from its own Random
-        batch, indices = accelerator.copy_aside(piece, self.device)
-        inputs, targets = _pair("split_batch", self._split(batch))
-        random = Random(self.seed, split, epoch, indices)
-        augmented = self.augment(inputs, targets, random, split == "train")
-        inputs, targets = _pair("augment", augmented)
+        """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows.
+
+        It is checked and converted, unless one of the same form was found to need neither.
+        """
+        if self.draws.is_entered:
+            self.draws.end()  # augment draws from its own Random
+        is_host = self.device.type == "cpu"
+        batch, indices = piece if is_host else accelerator.copy_aside(piece, self.device)
+        is_pair = self.takes_pairs and isinstance(batch, (tuple, list)) and len(batch) == 2
+        inputs, targets = batch if is_pair else _pair("split_batch", self._split(batch))
+        if self.augment is not None:
+            random = Random(self.seed, split, epoch, indices)
+            augmented = self.augment(inputs, targets, random, split == "train")
+            inputs, targets = _pair("augment", augmented)
+        form = _form_of(inputs, targets, len(indices))
+        if form is None or form != self.forms.get(split):
+            inputs, targets = self._check(inputs, targets, split, indices, form)
+        self.draws.begin(step, number, indices, split)
+        return inputs, targets
+
+    def _check(
+        self, inputs: Any, targets: Any, split: str, indices: torch.Tensor, form: Form | None
+    ) -> MicroBatch:
+        """Return a micro-batch as the model takes it. Raises ConfigError if that cannot be."""
         if split not in self.checked:
             for tree in (inputs, targets):
                 _check_not_text(tree, split, int(indices[0]))
@@ -52,11 +83,11 @@ class Preparation:
                 raise ConfigError(f"the {split} batches contain {flaw[0]}; {flaw[1]}")
             self.checked.add(split)
         if (rows := count_rows(targets, inputs)) != len(indices):
-            became = f"{len(indices)} examples of {split} became {rows} rows"
-            must = "collate, split_batch and augment must keep a row for each; give it weight 0"
-            raise ConfigError(f"{became}: {must}")
+            raise ConfigError(f"""{len(indices)} examples of {split} became {rows} rows:
+                collate, split_batch and augment must keep a row for each; give it weight 0""")
         prepared = self.convert(inputs, targets)
-        self.draws.begin(step, number, indices, split)
+        if form is not None and prepared[0] is inputs and prepared[1] is targets:
+            self.forms[split] = form
         return prepared
 
     def _split(self, batch: Any) -> Any:
@@ -65,12 +96,23 @@ class Preparation:
         except KeyError as error:
             if not isinstance(batch, Mapping) or error.args[0] in batch:
                 raise
-            names = ", ".join(map(str, batch))
-            raise ConfigError(f"split_batch reads {error}: must be one of {names}") from error
+            raise ConfigError(f"""split_batch reads {error}:
+                must be one of {", ".join(map(str, batch))}""") from error
 
     def begin_draws(self, step: int, number: int, indices: torch.Tensor) -> None:
         """Begin the random draws of these training examples once more."""
         self.draws.begin(step, number, accelerator.copy_aside(indices, self.device))
+
+
+def _form_of(inputs: Any, targets: Any, rows: int) -> Form | None:
+    """Return the form of two tensors of so many rows; None for anything else."""
+    if type(inputs) is not torch.Tensor or type(targets) is not torch.Tensor:
+        return None
+    if not inputs.dim() or not targets.dim() or inputs.dim() == IMAGES:
+        return None
+    if inputs.shape[0] != rows or targets.shape[0] != rows:
+        return None
+    return inputs.dtype, inputs.dim(), targets.dtype, targets.dim()
 
 
 def _pair(hook: str, returned: Any) -> MicroBatch:
@@ -91,6 +133,5 @@ def _check_not_text(tree: Any, split: str, index: int) -> None:
     leaves = tree_leaves(tree)
     text = next((leaf for leaf in leaves if isinstance(leaf, (str, bytes))), None)
     if text is not None and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        example = f"{split} example {index} is {text!r:.40}"
-        advice = "convert it in the dataset, in split_batch or in augment"
-        raise ConfigError(f"{example}: must be a tensor; {advice}")
+        raise ConfigError(f"""{split} example {index} is {text!r:.40}: must be a tensor;
+            convert it in the dataset, in split_batch or in augment""")

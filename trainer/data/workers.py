@@ -22,7 +22,7 @@ import torch.multiprocessing
 from trainer.distributed.signals import signal_to_stop
 from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
-from trainer.process.ending import end_with_parent
+from trainer.process.child import end_with_parent
 from trainer.process.streams import outlive_terminal
 
 FILES = 64  # files that a rank opens, besides those open at the start
@@ -57,14 +57,14 @@ def check_limits(workers: int) -> None:
     with suppress(OSError):
         need += len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     if need > most:
-        why = f"needs about {need:,} open files, and ulimit -Hn allows {hard:,}"
-        raise ConfigError(f"data.workers={workers}: {why}; raise it, or set fewer workers")
+        raise ConfigError(f"""data.workers={workers}: needs about {need:,} open files,
+            and ulimit -Hn allows {hard:,}; raise it, or set fewer workers""")
     folder = tempfile.gettempdir()
     finds_another = hasattr(multiprocessing.util, "_get_base_temp_dir")  # newer Pythons
     if len(os.fsencode(folder)) > MOST_OF_A_TMPDIR and not finds_another:
-        why = f"workers create sockets in TMPDIR={folder}, which has {len(folder)} characters"
-        advice = f"must be at most {MOST_OF_A_TMPDIR}; set TMPDIR=/tmp"
-        raise ConfigError(f"data.workers={workers}: {why}; {advice}")
+        raise ConfigError(f"""data.workers={workers}:
+            workers create sockets in TMPDIR={folder}, which has {len(folder)} characters;
+            must be at most {MOST_OF_A_TMPDIR}; set TMPDIR=/tmp""")
 
 
 def wait_for_workers(answers: Iterator[Any], timeout_s: float) -> Iterator[Any]:
@@ -115,8 +115,8 @@ def workers_named(
         if "timed out" in message:
             why = f"data.timeout_s={timeout_s:g} is exceeded"
         if "Bus error" in message:
-            file = "a memory-mapped file was truncated"
-            raise RunError(f"{name} died of a bus error: either {SHARED}; or {file}") from None
+            raise RunError(f"""{name} died of a bus error: either {SHARED};
+                or a memory-mapped file was truncated""") from None
         raise no_answer(name, why) from None
 
 
@@ -145,7 +145,7 @@ def context_of_workers() -> Any:
     `terminate` is torch's last resort for a worker that hangs.
     """
     context: Any = copy.copy(multiprocessing.get_context())
-    make: Any = _Forked if context.get_start_method() == "fork" else context.Process
+    make: Any = _ForkedWorker if context.get_start_method() == "fork" else context.Process
 
     def process(*args: Any, **kwargs: Any) -> Any:
         worker = make(*args, **kwargs)
@@ -156,7 +156,7 @@ def context_of_workers() -> Any:
     return context
 
 
-class _Forked(ForkProcess):
+class _ForkedWorker(ForkProcess):
     """A worker that is forked again if it does not begin.
 
     Before Python 3.12 a child deadlocks in fork if a thread of the rank, such as one of gloo's,
@@ -173,8 +173,8 @@ class _Forked(ForkProcess):
             child = process_obj._fork()
             if child is not None:
                 return child
-        advice = "set data.workers=0"
-        raise RunError(f"no data worker began within {BEGIN_S:g} s, {TRIES} times; {advice}")
+        raise RunError(f"""no data worker began within {BEGIN_S:g} s, {TRIES} times;
+            set data.workers=0""")
 
     def _fork(self) -> Any:
         reader, self._writer = multiprocessing.Pipe(duplex=False)

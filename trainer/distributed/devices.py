@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.config.hints import suggest
 from trainer.config.plain_files import read_yaml
+from trainer.config.typed import suggest
 from trainer.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
@@ -48,8 +48,8 @@ class Device:
         """Return the assumed speed. Raises ConfigError if the device has no such arithmetic."""
         kind = ARITHMETIC.get(precision, precision)
         if kind not in self.tflops:
-            has = f"device={self.name} has {', '.join(self.tflops)}"
-            raise ConfigError(f"strategy.precision={precision}: {has}; choose another precision")
+            raise ConfigError(f"""strategy.precision={precision}:
+                device={self.name} has {", ".join(self.tflops)}; choose another precision""")
         return self.tflops[kind] * 1e12 * self.assumed["compute"]
 
 
@@ -95,12 +95,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        why = f"cannot be read: {reason}; copy {TABLE.name} of the package"
-        raise ConfigError(f"devices={path}: {why}") from None
+        raise ConfigError(f"""devices={path}: cannot be read: {reason};
+            copy {TABLE.name} of the package""") from None
     parts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in PARTS]
     if not all(isinstance(part, dict) for part in parts):
-        must = f"must have the mappings {' and '.join(PARTS)}"
-        raise ConfigError(f"devices={path}: {must}; copy {TABLE.name} of the package")
+        raise ConfigError(f"""devices={path}: must have the mappings {" and ".join(PARTS)};
+            copy {TABLE.name} of the package""")
     return parts[0], parts[1]
 
 

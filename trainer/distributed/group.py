@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -20,16 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.blame import is_of_a_group
 from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
 from trainer.distributed import accelerator, mpi
-from trainer.distributed.backend import choose_backend, collective_limit
-from trainer.distributed.rendezvous import meet, part, read_keys
-from trainer.distributed.watch.collectives import name_ranks
+from trainer.distributed.rendezvous import ValueStore, choose_backend, collective_limit, meet, part
+from trainer.distributed.watch.phases import name_ranks, ranks_by_value
 from trainer.distributed.watch.watcher import LOST
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, message_of
-from trainer.hook_errors import is_of_a_group
 
 _LOST = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe"
@@ -138,16 +136,12 @@ class Group:
     def collect(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order on rank 0, an empty list elsewhere."""
         size = self.world.world_size
-        text = json.dumps(value)
         if size == 1:
-            return [json.loads(text)]
+            return [json.loads(json.dumps(value))]
         self._calls += 1
-        store = dist.PrefixStore(f"text/{self._calls}", self.store)
-        store.set(str(self.world.rank), text)
-        if self.world.rank:
-            return []
-        keys = list(map(str, range(size)))
-        return [json.loads(text) for text in read_keys(store, keys)]
+        store = ValueStore(f"text/{self._calls}", self.store)
+        store.put(value, str(self.world.rank))
+        return [] if self.world.rank else store.take(*map(str, range(size)))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, on every rank."""
@@ -160,10 +154,10 @@ class Group:
             groups.setdefault(key, []).append(other)
         if self.world.world_size == 1:
             return groups[_hashed(kind)]
-        store = dist.PrefixStore(f"kind/{self._calls}", self.store)
+        store = ValueStore(f"kind/{self._calls}", self.store)
         for key, values in groups.items():
-            store.set(key, json.dumps(values))
-        return json.loads(store.get(_hashed(kind)))
+            store.put(values, key)
+        return store.take(_hashed(kind))[0]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError on every rank, naming the first fact that differs between ranks.
@@ -173,13 +167,16 @@ class Group:
         """
         if self.world.world_size == 1:
             return
-        number = number_of(json.dumps(facts))
+        number = number_of(facts)
         if dist.is_initialized():
             is_equal = not self.find_unequal(torch.tensor([number])).any()
         else:
             is_equal = self.tell_all(len({*self.collect(number)}) == 1)
         if not is_equal:
-            raise ConfigError(self.tell_all(_find_difference(self.collect(facts))))
+            name, ranks = find_odd_ranks(self, facts)
+            differ = " and ".join(f"{value} on {name_ranks(who)}" for value, who in ranks)
+            must = "must be the same; start all ranks with the same command"
+            raise ConfigError(f"{name} is {differ}: {must}")
 
     def tell_all(self, finding: Any, source: int = 0) -> Any:
         """Return the `finding` of rank `source` on every rank, from JSON; others are ignored.
@@ -190,10 +187,11 @@ class Group:
         if self.world.world_size == 1 or dist.is_initialized():
             return json.loads(self.share_bytes(json.dumps(finding).encode(), source))
         self._calls += 1
-        key = f"finding/{self._calls}"
+        store = ValueStore("finding", self.store)
+        key = str(self._calls)
         if self.world.rank == 0:
-            self.store.set(key, json.dumps(finding))
-        return json.loads(self.store.get(key))
+            store.put(finding, key)
+        return store.take(key)[0]
 
     @contextmanager
     def agreed(self, doing: str, limit: timedelta | None = None) -> Iterator[None]:
@@ -275,25 +273,30 @@ def _describe(problem: Exception | None) -> tuple[str, str]:
     return ("other", describe(problem)) if problem else ("", "")
 
 
-def number_of(text: str) -> int:
-    """Return 64 bits of a string's digest, for a collective of integers."""
-    return int(_hashed(text), 16) - 2**63
+def number_of(value: Any) -> int:
+    """Return 64 bits of the digest of a plain value's JSON, for a collective of integers."""
+    return int(_hashed(json.dumps(value)), 16) - 2**63
 
 
 def _hashed(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _find_difference(each: list[dict[str, Any]]) -> str:
-    """Describe the first fact that differs between ranks; empty if there are none."""
-    for name in {name: None for other in each for name in other}:
-        ranks: dict[str, list[int]] = {}
-        for rank, other in enumerate(each):
-            ranks.setdefault(str(other.get(name)), []).append(rank)
+def find_odd_ranks(
+    group: Group, facts: Mapping[str, Any] | None
+) -> tuple[str, list[tuple[str, list[int]]]]:
+    """Return the first fact that differs between ranks, and the ranks by its value, as a string.
+
+    Ranks with None are not compared. An empty name and list if nothing differs.
+    """
+    every = {rank: own for rank, own in enumerate(group.collect(facts)) if own is not None}
+    found: tuple[str, dict[str, list[int]]] = ("", {})
+    for name in dict.fromkeys(name for own in every.values() for name in own):
+        ranks = ranks_by_value({rank: str(own.get(name)) for rank, own in every.items()})
         if len(ranks) > 1:
-            differ = " and ".join(f"{v} on {name_ranks(r)}" for v, r in ranks.items())
-            return f"{name} is {differ}: must be the same; start all ranks with the same command"
-    return ""
+            found = (name, ranks)
+            break
+    return group.tell_all([found[0], [*found[1].items()]])
 
 
 def most(group: Group, tensor: torch.Tensor, among: Any = None) -> torch.Tensor:
@@ -315,8 +318,8 @@ def find_sharing(group: Group) -> list[int]:
     """
     own = group.world.device
     devices = group.collect(f"{group.world.host} {accelerator.identity(own)}")
-    counts = Counter(devices)
-    return group.tell_all([rank for rank, each in enumerate(devices) if counts[each] > 1])
+    ranks = ranks_by_value(dict(enumerate(devices))).values()
+    return group.tell_all(sorted(rank for who in ranks if len(who) > 1 for rank in who))
 
 
 def _of_own_devices(backend: str, config: DistSettings, group: Group) -> str:

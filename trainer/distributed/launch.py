@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,11 +22,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import trainer
 from trainer.config.schema import LaunchSettings
-from trainer.distributed import entry
+from trainer.distributed import launchers
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import SIGNALS, check_start
 from trainer.distributed.world import count_ranks
 from trainer.errors import RunError
+from trainer.process.child import signals_passed_on
 
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
 
@@ -46,7 +46,7 @@ def launch(config: LaunchSettings, words: Sequence[str], verb: str = "train") ->
         has_failed = True
         with _environment({MARK: config.name, CODES: str(path)}), suppress(*_ERRORS):
             if config.name == "elastic":
-                _elastic(config.max_restarts, size, [*entry.words(verb), *words])
+                _elastic(config.max_restarts, size, [*launchers.words(verb), *words])
             else:
                 _spawn(size, words)
             has_failed = False
@@ -94,19 +94,15 @@ def _spawn(size: int, words: Sequence[str]) -> None:
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
-        def pass_on(number: int, frame: object) -> None:
+        def send(number: int) -> None:
             for pid in ranks.pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-        handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
+        with signals_passed_on(SIGNALS, send):
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             while not ranks.join():
                 pass
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
 
 def fork_ranks(
@@ -123,6 +119,8 @@ def fork_ranks(
     start_server(enter.__module__, more)
     with _store_of(size, more):
         own = {**os.environ}
+        temporary = tempfile.tempdir
+        tempfile.tempdir = util.get_temp_dir()  # for torch's files with errors, which it leaves
         try:
             ranks = mp.start_processes(
                 enter, (own, *arguments), size, join=False, start_method="forkserver"
@@ -135,18 +133,9 @@ def fork_ranks(
             return next((code for code in killed if code != -signal.SIGTERM), error.exit_code)
         except mp.ProcessRaisedException:
             return 1
+        finally:
+            tempfile.tempdir = temporary
     return 0
-
-
-def end_ranks() -> None:
-    """End the ranks of `fork_ranks` at once, and the process that forks them."""
-    for rank in multiprocessing.active_children():
-        rank.kill()
-        rank.join()
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-    util._run_finalizers()  # type: ignore[attr-defined]  # removes the folder of its socket
 
 
 def start_server(module: str, more: Mapping[str, str]) -> None:
@@ -158,12 +147,10 @@ def start_server(module: str, more: Mapping[str, str]) -> None:
     forkserver.set_forkserver_preload([module])
     here = Path.cwd()
     os.chdir(Path(trainer.__file__).parents[1])
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
     try:
         with _environment({**more, "OMP_NUM_THREADS": "1"}):
             forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, handler)
         os.chdir(here)
 
 
@@ -188,7 +175,7 @@ def _enter(rank: int, words: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     mp.set_start_method(None, force=True)  # data workers start as under any other launcher
     sys.argv = ["trainer", *words]
-    entry.run_module()
+    launchers.run_module()
 
 
 @contextmanager

@@ -1,6 +1,10 @@
-"""The launcher of this process (torchrun, srun or mpirun), described in torchrun's variables.
+"""The launcher of this process, described in torchrun's variables; how processes start others.
 
 Imports no torch.
+
+`python -m trainer` puts the working directory before installed packages in sys.path, so a
+`trainer.py` in that directory would be run instead. The console script `lockstep` appends the
+directory, and so do the processes that it starts.
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,12 +29,14 @@ from pathlib import Path
 
 from trainer.config.rules import is_port
 from trainer.errors import ConfigError
+from trainer.process import is_run_directory
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 MARK = "LOCKSTEP_LAUNCH"  # set for the ranks that `launch=elastic` and `launch=spawn` start
 # For the same ranks: a file for their exit codes, since torchrun's engine turns each into 1.
 CODES = "LOCKSTEP_CODES"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's, for why a rank failed
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 _MVAPICH = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
@@ -75,12 +83,12 @@ class Launcher:
         if value is None and default is not None:
             return default
         if value is None:
-            must = "RANK and WORLD_SIZE must be set together"
-            raise ConfigError(f"{name} is not set: {must}; start with torchrun, or set both")
+            raise ConfigError(f"""{name} is not set: RANK and WORLD_SIZE must be set together;
+                start with torchrun, or set both""")
         if not _is_count(value) or not low <= int(value) <= high:
             limit = "" if high == inf else f" and at most {high}"
-            given = f"{self.names.get(name, name)}={value}"
-            raise ConfigError(f"{given}: must be an integer of at least {low}{limit}")
+            raise ConfigError(f"""{self.names.get(name, name)}={value}:
+                must be an integer of at least {low}{limit}""")
         return int(value)
 
     @property
@@ -91,12 +99,12 @@ class Launcher:
                 start = "start with torchrun, or set MASTER_ADDR and MASTER_PORT by hand"
                 if self.name == "mpirun":
                     start = "start with mpirun -x MASTER_ADDR=<host of rank 0> over several nodes"
-                size = self.variables.get("WORLD_SIZE")
-                raise ConfigError(f"{name} is not set, but WORLD_SIZE={size}: {start}")
+                raise ConfigError(f"""{name} is not set,
+                    but WORLD_SIZE={self.variables.get("WORLD_SIZE")}: {start}""")
         port = self.variables["MASTER_PORT"]
         if not is_port(port):
-            must = "must be a port from 1 to 65535, and the same on every rank"
-            raise ConfigError(f"MASTER_PORT={port}: {must}")
+            raise ConfigError(f"""MASTER_PORT={port}:
+                must be a port from 1 to 65535, and the same on every rank""")
         return self.variables["MASTER_ADDR"], int(port)
 
 
@@ -140,7 +148,10 @@ def _name_agent(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Name torchrun's agent by its log directory: new for each launch, kept over restarts.
 
     The run id is not unique: several launches may have the same. Empty with --log-dir=/dev/null.
+    `launch=ray` has one for all nodes, whose run id is new.
     """
+    if environment.get(MARK) == "ray":
+        return (environment["TORCHELASTIC_RUN_ID"],)
     error_file = Path(environment.get("TORCHELASTIC_ERROR_FILE", ""))
     directory = error_file.parts[:-3]  # <directory>/attempt_<number>/<local rank>/error.json
     name = f"{socket.gethostname()}:{'/'.join(directory)}"
@@ -168,8 +179,8 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
     tasks = expand_counts(given, counts)
     node = _count(environment, "SLURM_NODEID")
     if node >= len(tasks):
-        most = f"must be below the {len(tasks)} nodes of {counts}={given}"
-        raise ConfigError(f"SLURM_NODEID={node}: {most}; start with srun")
+        raise ConfigError(f"""SLURM_NODEID={node}:
+            must be below the {len(tasks)} nodes of {counts}={given}; start with srun""")
     size, number = _read(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     variables = {
         "RANK": environment["SLURM_PROCID"],
@@ -201,8 +212,8 @@ def _read(environment: Mapping[str, str], *names: str) -> tuple[str, str]:
 
 
 def _missing(name: str, other: str) -> ConfigError:
-    advice = "start with srun, mpirun or torchrun, or unset the variables of the launcher"
-    return ConfigError(f"{name} is not set, but {other}: {advice}")
+    return ConfigError(f"""{name} is not set, but {other}:
+        start with srun, mpirun or torchrun, or unset the variables of the launcher""")
 
 
 def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
@@ -234,7 +245,7 @@ def record_failure(line: str, is_of_others: bool) -> None:
 
     As root cause it shows the earliest rank. One that only lost another rank `is_of_others`.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(ERROR_FILE)
     if not path:
         return
     facts = {"py_callstack": line, "timestamp": str(int(time.time()) + is_of_others)}
@@ -265,8 +276,8 @@ def _expand_numbers(ranges: str, text: str) -> list[str]:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
         size = int(match[2] or match[1]) - int(match[1]) + 1 if match else 0
         if match is None or not 0 < size <= MOST_NODES:
-            must = f"[{ranges}] must be numbers and ranges, as in [03-07,12]"
-            raise ConfigError(f"SLURM_STEP_NODELIST={text}: {must}")
+            raise ConfigError(f"""SLURM_STEP_NODELIST={text}:
+                [{ranges}] must be numbers and ranges, as in [03-07,12]""")
         first, last = match[1], match[2] or match[1]
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return numbers
@@ -295,8 +306,8 @@ def _address_of(node: str) -> str:
             done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
             if address := re.search(r"NodeAddr=(\S+)", done.stdout):
                 return address[1]
-    advice = "set MASTER_ADDR to an address that all nodes reach"
-    raise ConfigError(f"the node {node} of rank 0 does not resolve to an address; {advice}")
+    raise ConfigError(f"""the node {node} of rank 0 does not resolve to an address;
+        set MASTER_ADDR to an address that all nodes reach""")
 
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
@@ -316,3 +327,36 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _is_count(text: str) -> bool:
     """Return True for an integer that a launcher can mean; int refuses very long ones."""
     return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
+
+
+def append_working_directory() -> None:
+    """Let tasks of the working directory be imported, after all installed packages."""
+    if SCRIPT in os.environ and not is_run_directory(sys.argv[1:]):
+        folder = str(Path.cwd())
+        sys.path[:] = [path for path in sys.path if path not in ("", folder)] + [folder]
+
+
+def run_module(verb: str = "train") -> None:
+    """Run a verb in this process, with the arguments in sys.argv. It ends the process."""
+    runpy.run_module(_module(verb), run_name="__main__", alter_sys=True)
+
+
+def as_started(text: str) -> str:
+    """Return help, advice or a command line with the commands as this process was started."""
+    if SCRIPT not in os.environ:
+        return text
+    text = re.sub(r"torchrun (.*)-m trainer\b\.?", r"torchrun \1--no-python lockstep ", text)
+    return re.sub(r"python -m trainer\b\.?", "lockstep ", text).replace("lockstep  ", "lockstep ")
+
+
+def words(verb: str = "train") -> list[str]:
+    """Return the arguments of `python` that start a verb, by script or module like this process."""
+    script = os.environ.get(SCRIPT)
+    return [script, verb] if script else ["-m", _module(verb)]
+
+
+def _module(verb: str) -> str:
+    return "trainer" if verb == "train" else f"trainer.{verb}"

@@ -68,12 +68,12 @@ def register() -> str:
         mpi4py.rc.finalize = False
         from mpi4py import MPI as library
     except (ImportError, RuntimeError, OSError) as error:
-        advice = "pip install 'lockstep-trainer[mpi]', and an MPI library such as Debian's"
-        reason = f"{advice} libopenmpi-dev ({str(error).splitlines()[0]})"
-        raise ConfigError(f"dist.backend=mpi: needs mpi4py: {reason}") from None
+        raise ConfigError(f"""dist.backend=mpi:
+            needs mpi4py: pip install 'lockstep-trainer[mpi]', and an MPI library such
+            as Debian's libopenmpi-dev ({str(error).splitlines()[0]})""") from None
     if library.Query_thread() < library.THREAD_SERIALIZED:
-        reason = "this MPI library was built for one thread; use another, or gloo"
-        raise ConfigError(f"dist.backend=mpi: {reason}")
+        raise ConfigError("""dist.backend=mpi: this MPI library was built for one thread;
+            use another, or gloo""")
     MPI = library
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     return NAME
@@ -85,12 +85,11 @@ def _create(options: Any, _: Any) -> MpiGroup:
     size = options.group_size
     ranks = list(options.global_ranks_in_group or ())  # empty for the group of all
     if not ranks and world.size != size:
-        there = f"MPI has {world.size} rank{'s' * (world.size > 1)} but the run has {size}"
-        raise ConfigError(f"dist.backend=mpi: {there}; start with mpirun -n {size}")
+        raise ConfigError(f"""dist.backend=mpi: MPI has {world.size} rank{"s" * (world.size > 1)}
+            but the run has {size}; start with mpirun -n {size}""")
     if not ranks and world.rank != rank:
-        differ = f"this is rank {world.rank} of MPI and rank {rank} of the run"
-        advice = "start with mpirun, and without RANK in the environment"
-        raise ConfigError(f"dist.backend=mpi: {differ}; {advice}")
+        raise ConfigError(f"""dist.backend=mpi: this is rank {world.rank} of MPI
+            and rank {rank} of the run; start with mpirun, and without RANK in the environment""")
     options.store.set(str(rank), "")  # Create_group would wait for a late rank without limit
     options.store.wait([str(other) for other in range(size)], options.timeout)
     with _lock:
@@ -159,8 +158,8 @@ class _Work(dist.Work):
         while not self.is_completed():
             seconds = time.monotonic() - began
             if seconds > limit_s:
-                late = f"the other ranks did not join within {limit_s:g} s (dist.timeout_s)"
-                raise RunError(f"{self._name} over MPI: {late}")
+                raise RunError(f"""{self._name} over MPI:
+                    the other ranks did not join within {limit_s:g} s (dist.timeout_s)""")
             if seconds < 1e-3:  # small messages complete fast, so do not sleep yet
                 os.sched_yield()
             else:
@@ -321,8 +320,8 @@ class MpiGroup(dist.ProcessGroup):
 def _wire(tensor: Tensor) -> Tensor:
     """Return the tensor itself if MPI can read and write its memory, else a copy."""
     if tensor.device.type != "cpu":
-        only = f"carries CPU tensors only, but one is on {tensor.device}; use nccl"
-        raise ConfigError(f"dist.backend=mpi: {only}")
+        raise ConfigError(f"""dist.backend=mpi:
+            carries CPU tensors only, but one is on {tensor.device}; use nccl""")
     return tensor.detach().contiguous()
 
 
@@ -333,8 +332,8 @@ def _join(tensors: Tensors) -> Tensor:
 def _message(wire: Tensor, dtype: torch.dtype | None = None) -> Any:
     """Return the memory as an array for MPI; the request keeps it alive while MPI uses it."""
     if wire.numel() >= 2**31:
-        limit = "MPI allows at most 2**31 - 1; use gloo"
-        raise ConfigError(f"dist.backend=mpi: a tensor has {wire.numel()} elements; {limit}")
+        raise ConfigError(f"""dist.backend=mpi: a tensor has {wire.numel()} elements;
+            MPI allows at most 2**31 - 1; use gloo""")
     return wire.view(-1).view(dtype or _UNITS[wire.itemsize]).numpy()
 
 

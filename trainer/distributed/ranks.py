@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -19,18 +20,19 @@ import torch.distributed as dist
 from trainer.config.schema import DistSettings
 from trainer.distributed.group import Group, number_of, process_group
 from trainer.distributed.signals import StopRequest, stop_requests
-from trainer.distributed.watch.heartbeat import Heartbeat, watched
+from trainer.distributed.watch.heartbeat import Heartbeat
+from trainer.distributed.watch.watching import watched
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, place_of, visible
 from trainer.process.streams import lasting_output
-from trainer.process.tracebacks import Failure, share, write_traceback
+from trainer.process.tracebacks import Failure, set_failure, write_traceback
 
 RANK_0_S = 0.3  # for rank 0 to fail as this rank did
 ALIKE_S = 0.4  # for the other ranks
 
-_forks: list[int] = []  # grows in each forked process; os.getpid takes 5 us on some machines
+FORKS: list[int] = []  # grows in each forked process; os.getpid takes 5 us on some machines
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
+    os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,26 @@ class Ranks:
     group: Group
     stop: StopRequest
     heartbeat: Heartbeat
-    generation: int = field(default_factory=lambda: len(_forks))
+    generation: int = field(default_factory=lambda: len(FORKS))
 
     def end_child(self, error: BaseException | None = None) -> None:
         """Exit if the task has forked this process: its connections and files are the parent's.
 
         `error` is the exception that ends this process, if any.
         """
-        if len(_forks) != self.generation:
+        if len(FORKS) != self.generation:
             what = f"process {os.getpid()}, which the task forked, continued as if it were the run"
             if error is not None:
                 what = f"{what} and failed ({describe(error)}, {place_of(error)})"
             line = visible(f"error: {what}; end it with os._exit")
             print(line, file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def lone_rank() -> Ranks:
+    """Return a rank that agrees with itself: no group is opened, no signal caught, no hang seen."""
+    heartbeat = Heartbeat(memoryview(bytearray(mmap.PAGESIZE)))
+    return Ranks(Group(World(), dist.Store()), StopRequest(), heartbeat)
 
 
 @contextmanager
@@ -101,7 +109,7 @@ def _note_failure(error: BaseException, ranks: Ranks) -> None:
     thread.join(2 * RANK_0_S)
     if found:
         failure = Failure(found[0], partial(_count_alike, store, world.world_size))
-    share(error, failure)
+    set_failure(error, failure)
 
 
 def _is_first(store: dist.Store, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rendezvous: connect all ranks to one store within a time limit, and name the missing ranks.
+"""The rendezvous of ranks, and the backend of their process group, by settings and devices.
 
 In the startup exchange every rank writes a hello to the store and waits for rank 0's reply.
 """
@@ -20,10 +20,46 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainer.config.schema import DistSettings
+from trainer.distributed import accelerator
 from trainer.distributed.signals import check_start
-from trainer.distributed.watch.collectives import name_ranks
+from trainer.distributed.watch.phases import PATIENCE, name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
+
+LATER_S = 60.0  # than the watcher
+
+
+def choose_backend(config: DistSettings, world: World) -> str:
+    """Resolve `auto`: the accelerator's own backend, such as nccl, if there is one, else gloo.
+
+    Ranks that share a device need gloo instead, which `process_group` finds out. Raises ConfigError
+    if the configured backend cannot work here.
+    """
+    gpus = accelerator.count()
+    problem = ""
+    if config.backend == "mpi" and world.launcher.name not in ("mpirun", "srun"):
+        problem = "needs mpirun or srun; use mpirun -n <ranks> python -m trainer, or gloo"
+    elif config.backend == "mpi" and gpus:
+        hidden = "hide the GPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        problem = f"carries CPU tensors only, and torch sees {gpus} GPUs; use auto, or {hidden}"
+    elif config.backend == "nccl" and accelerator.kind() != "cuda":
+        problem = "needs CUDA, but torch sees no GPU here; use dist.backend=auto or gloo"
+    if problem:
+        raise ConfigError(f"dist.backend={config.backend}: {problem}")
+    if config.backend != "auto":
+        return config.backend
+    return accelerator.own_backend() if gpus else "gloo"
+
+
+def collective_limit(config: DistSettings, backend: str) -> float:
+    """Return the seconds after which a collective fails.
+
+    NCCL then ends the process with SIGABRT, so there the watcher, which says why, must be first.
+    """
+    if not accelerator.carries(backend):
+        return config.timeout_s
+    return max(config.timeout_s, PATIENCE * (config.hang_timeout_s or 0.0)) + LATER_S
+
 
 GUEST = "LOCKSTEP_GUEST"  # set in a process that meets others at the store of a run, by its name
 MAX_POLL_S = 0.05  # of a file
@@ -77,18 +113,23 @@ def _describe_place(config: DistSettings, world: World) -> str:
     return str(_file_of(config))
 
 
-def read_keys(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """Return the values of keys once they are set, by one message if the store supports it."""
-    return [*map(store.get, keys)] if _is_file(store) else store.multi_get(keys)
+class ValueStore(dist.PrefixStore):
+    """Plain values under a prefix of a store, as JSON. Many take one message, if it can do that."""
 
-
-def write_keys(store: Any, keys: list[str], value: str) -> None:
-    """Set all keys to one value, by one message if the store supports it."""
-    if _is_file(store):
+    def put(self, value: Any, *keys: str) -> None:
+        """Set all keys to one value."""
+        text = json.dumps(value)
+        if len(keys) > 1 and not _is_file(self):
+            self.multi_set([*keys], [text] * len(keys))  # type: ignore[attr-defined]
+            return
         for key in keys:
-            store.set(key, value)
-    elif keys:
-        store.multi_set(keys, [value] * len(keys))  # missing in torch's stubs
+            self.set(key, text)
+
+    def take(self, *keys: str) -> list[Any]:
+        """Return the values of the keys once they are set."""
+        has_one_message = len(keys) > 1 and not _is_file(self)
+        texts = self.multi_get([*keys]) if has_one_message else map(self.get, keys)
+        return [*map(json.loads, texts)]
 
 
 def _is_file(store: dist.Store) -> bool:
@@ -178,7 +219,7 @@ class _Meeting:
         self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
         self._base = self._open_in_time()
         self._prefix = f"roll-call/{os.environ.get(GUEST, '')}{num_meetings}"
-        self._store = dist.PrefixStore(self._prefix, self._base)
+        self._store = ValueStore(self._prefix, self._base)
         # Under torchrun a rank may be restarted, and a file may be an earlier run's.
         is_agents = "TORCHELASTIC_RUN_ID" in os.environ
         self._is_fresh = isinstance(self._base, dist.TCPStore) and not is_agents
@@ -257,7 +298,7 @@ class _Meeting:
         last = self._store.add("hellos", 0)
         keys = [f"hello/{number}" for number in range(first, last + 1)]
         if len(keys) > 1 and self._store.check(keys):
-            return json.loads(b"[%b]" % b",".join(read_keys(self._store, keys)))
+            return self._store.take(*keys)
         value = self._wait_for(f"hello/{first}", self._deadline)
         return [] if value is None else [value]
 
@@ -297,12 +338,11 @@ class _Meeting:
 
     def _say_hello(self) -> int:
         number = self._store.add("hellos", 1)
-        self._store.set(f"hello/{number}", json.dumps(self._own))
+        self._store.put(self._own, f"hello/{number}")
         return number
 
     def _reply(self, numbers: Iterable[int], **reply: Any) -> None:
-        keys = [f"reply/{number}" for number in numbers]
-        write_keys(self._store, keys, json.dumps(reply))
+        self._store.put(reply, *[f"reply/{number}" for number in numbers])
 
     def _wait_for(self, key: str, deadline: float) -> Any:
         """Return the value of a key once it is set; None at the deadline.
@@ -323,7 +363,7 @@ class _Meeting:
                     return None
             if errors:
                 raise errors[0]
-        return json.loads(self._store.get(key))
+        return self._store.take(key)[0]
 
     def _block(self, key: str, errors: list[Exception]) -> None:
         try:

@@ -99,8 +99,8 @@ def check_start(patience_s: float = START_S) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
         raise RunError("the launcher exited before all ranks connected; nothing was started")
     if _early and _early[0] and _early[0].seconds > patience_s:
-        name = _early[0].name
-        raise RunError(f"asked to stop ({name}) before all ranks connected; nothing was started")
+        raise RunError(f"""asked to stop ({_early[0].name}) before all ranks connected;
+            nothing was started""")
 
 
 def signal_to_stop(patience_s: float) -> str:
@@ -114,10 +114,14 @@ def signal_to_stop(patience_s: float) -> str:
     return ""
 
 
-def let_go() -> bool:
-    """Restore SIGTERM's default, as nothing is left to save. Return True if asked to stop."""
+def let_go(is_failure: bool = True) -> bool:
+    """Let SIGTERM end the process, as nothing is left to save. Return True if asked to stop.
+
+    Without `is_failure` the exit code is then 0.
+    """
     if _early:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end = signal.SIG_DFL if is_failure else (lambda number, frame: os._exit(0))
+        signal.signal(signal.SIGTERM, end)
     return bool(_early and _early[0])
 
 

@@ -21,10 +21,10 @@ from trainer.codec import bytes_of, decode, encode
 from trainer.distributed import accelerator
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
-from trainer.process import vector_math
+from trainer.process import torch_flags
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-vector_math.resolve()  # before any code of a task computes: every task imports this module
+torch_flags.resolve_vector_functions()  # every task imports this module before it computes
 
 
 def unnoticed(group: str) -> None:
@@ -33,16 +33,16 @@ def unnoticed(group: str) -> None:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that communicate: `ranks` by their numbers in the world, and this rank's number.
+    """Ranks along the axis `name` of the mesh, by their numbers in the world, and this one's.
 
-    `name` is its axis of the mesh. `notice` is called with the name while this rank waits in it,
-    for `timeout` at most (None: torch's default).
+    A collective waits for at most `timeout` (None: torch's default).
     """
 
     ranks: tuple[int, ...]
     rank: int
     opened: Any = field(default=None, repr=False, compare=False)
     name: str = ""
+    # called with the name while this rank waits
     notice: Callable[[str], None] = field(default=unnoticed, repr=False, compare=False)
     timeout: timedelta | None = None
 
@@ -61,7 +61,7 @@ class RankGroup:
             dist.all_reduce(tensor, op, group=group)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of the ranks, which have one size, in the order of the ranks."""
+        """Return the tensors of all ranks, in their order; all have the same size."""
         found = [torch.empty_like(tensor) for _ in self.ranks]
         with self.waiting() as group:
             dist.all_gather(found, tensor, group=group)
@@ -131,8 +131,8 @@ class RankGroup:
 class World:
     """Position of a rank among all ranks, and its devices.
 
-    While `fit` or `evaluate` runs, `groups` has the ranks along each axis of the mesh: replicate,
-    shard, tensor, context, pipeline, and data for replicate and shard together.
+    While `fit` or `evaluate` runs, `groups` has a `RankGroup` for each axis of the mesh, and "data"
+    for replicate and shard together.
     """
 
     rank: int = 0
@@ -243,7 +243,7 @@ def count_ranks(number: str) -> int:
     """
     gpus = accelerator.count()
     if number == "gpu" and not gpus:
-        advice = "torch sees no GPU here; give cpu, auto or a number"
-        raise ConfigError(f"launch.nproc_per_node=gpu: {advice}")
+        raise ConfigError("""launch.nproc_per_node=gpu: torch sees no GPU here;
+            give cpu, auto or a number""")
     counts = {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}
     return counts[number] if number in counts else int(number)

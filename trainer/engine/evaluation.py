@@ -13,20 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from trainer.blame import LOSS, METRICS
 from trainer.codec import dtype_of, name_of
 from trainer.data.eval_batches import EvalBatches
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.engine.ema import Ema
-from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
-from trainer.engine.outcome import LateRows
-from trainer.engine.parts import Parts
-from trainer.engine.proof.holders import undone
+from trainer.engine.context import Parts
+from trainer.engine.deferred_reads import DeferredRows, join_rows
+from trainer.engine.means import Means
+from trainer.engine.training_state import Ema
+from trainer.engine.values import Values, as_number, check_named, check_signs, first_rows, weigh
 from trainer.errors import ConfigError
-from trainer.hook_errors import LOSS, METRICS, call_hook
+from trainer.hook_calls import call_hook
 from trainer.micro_batch import count_rows
-from trainer.strategy.modules.dry_run import buffers_kept, eager
+from trainer.sandbox import BufferCopies, keep_attributes, keep_passes, sandbox
+from trainer.strategy.modules.dry_run import eager
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
@@ -42,18 +43,9 @@ def _named(returned: Any, rows: int) -> dict[str, torch.Tensor]:
             given = f"{name} is a {type(values).__name__}"
             if isinstance(values, torch.Tensor):
                 given = f"{name} has shape {tuple(values.shape)}"
-            must = f"must be a tensor, or tensors by name, with a row for each of {rows} examples"
-            raise ConfigError(f"predict(outputs) returned: {given}: {must}")
+            raise ConfigError(f"""predict(outputs) returned: {given}:
+                must be a tensor, or tensors by name, with a row for each of {rows} examples""")
     return {str(name): values for name, values in named.items()}
-
-
-def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of several micro-batches. Raises ConfigError if their shapes differ."""
-    shapes = sorted({tuple(part.shape[1:]) for part in parts})
-    if len(shapes) > 1:
-        given = f"predict(outputs) returned {name} with rows of shape {shapes[0]} and {shapes[-1]}"
-        raise ConfigError(f"{given}: must be one shape; pad in collate, or return a value per row")
-    return torch.cat(list(parts))
 
 
 class _Passes:
@@ -100,8 +92,8 @@ def check_torchmetrics(returned: Any) -> dict[str, Any]:
         if isinstance(metric, type) or not all(map(callable, methods)):
             given = f"the class {metric.__name__}" if isinstance(metric, type) else ""
             given = given or f"a {type(metric).__name__}"
-            must = "must be a torchmetrics.Metric"
-            raise ConfigError(f"build_metrics returned {given} as {name}: {must}")
+            raise ConfigError(f"""build_metrics returned {given} as {name}:
+                must be a torchmetrics.Metric""")
     return named
 
 
@@ -136,7 +128,7 @@ class Evaluator:
         self._wants_stop = wants_stop
         self._mesh = parts.strategy.mesh
         self._names: dict[str, set[str]] = {}  # of the values of each split
-        self._is_rehearsing = False
+        self._is_dry_run = False
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
@@ -147,7 +139,6 @@ class Evaluator:
         found: dict[str, float] = {}
         for split in self._splits:
             means = Means(split.batches.leaves)
-
             if not self._run(split, partial(self._count, split, means)):
                 return None
             found |= self._finish(split, means)
@@ -160,7 +151,7 @@ class Evaluator:
         Each example is there once, in the order of the data set. Other ranks return an empty dict,
         all of them None if a rank was asked to stop. Collective: every rank must call it.
         """
-        kept = LateRows(self._group.world.device)
+        kept = DeferredRows(self._group.world.device)
 
         def keep(outputs: Any, targets: Any, rows: int) -> None:
             if self._mesh.is_counted:
@@ -172,19 +163,17 @@ class Evaluator:
         if not self._splits:
             return {}
         split = self._splits[0]
-        for inputs, targets, _ in islice(
-            split.batches, 1
-        ):  # without a loss: it may have no targets
-            with self._evaluating():
-                self._rehearse_draws(
-                    lambda inputs, _: self._strategy.forward(inputs), inputs, targets
-                )
+        self._heartbeat.enter(Phase.EVALUATE)
+        for inputs, targets, _ in islice(split.batches, 1):  # no loss: it may have no targets
+            with self.evaluating():
+                self._trace_draws(lambda inputs, _: self._strategy.forward(inputs), inputs, targets)
+        self._draws.agree("eval", self._group.max)
         if not self._run(split, keep):
             return None
         own: dict[str, torch.Tensor] = {}
-        kept.settle()
+        kept.flush()
         with self._group.agreed("joining predictions"):
-            own = {name: _joined(name, each) for name, each in kept.parts.items()}
+            own = {name: join_rows(name, each) for name, each in kept.parts.items()}
         return self._collect(own)
 
     def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,7 +183,7 @@ class Evaluator:
         every = self._group.gather(forms)
         for name in dict.fromkeys(name for each in every for name in each):
             shapes = [each[name][1] for each in every if name in each]
-            _joined(name, [torch.empty(0, *shape[1:], device="meta") for shape in shapes])
+            join_rows(name, [torch.empty(0, *shape[1:], device="meta") for shape in shapes])
         for source, each in enumerate(every):
             for name, (dtype, shape) in each.items():
                 if self._group.world.rank not in (0, source):
@@ -212,12 +201,12 @@ class Evaluator:
         An error on one rank is raised on all ranks, except in a forward pass that communicates.
         """
         if not self._draws.is_known("eval"):
-            self.rehearse()
+            self.trace_draws()
         every = 1
         begun = time.monotonic()
         batches = _Passes(iter(split.batches), self._strategy.forward, self._mesh.is_divided)
         last = split.batches.num_micro_batches
-        with self._evaluating(), self._draws.update("eval"):
+        with self.evaluating(), self._draws.update("eval"):
             for number in range(1, last + 1):
                 self._heartbeat.enter(Phase.EVALUATE)
                 batches.read()
@@ -241,38 +230,50 @@ class Evaluator:
                 raise error
 
     @torch.no_grad()
-    def rehearse(self) -> list[str]:
+    def trace_draws(self) -> list[str]:
         """Evaluate one micro-batch of each split to find its random draws.
 
         Returns the names of the metrics. Raises ConfigError if they differ between ranks.
         Collective: every rank must call it.
         """
         found: list[str] = []
-        module, hooks = self._strategy.module, self._hooks
-        self._is_rehearsing = True
+        self._is_dry_run = True
         for split in self._splits:
-            means = Means(None)
-            with self._evaluating(), undone(module, hooks), self._group.agreed("computing metrics"):
+            means, has_drawn = Means(None), False
+            with self._trial():
                 for inputs, targets, rows in islice(split.batches, 1):
-                    self._rehearse_draws(self._compute, inputs, targets)
-                    self._count(split, means, self._strategy.forward(inputs), targets, rows)
+                    watched = self._draws.traces.watched("eval")
+                    with eager(self._strategy.spec.config), watched as draws:
+                        self._count(split, means, self._strategy.forward(inputs), targets, rows)
+                    has_drawn = draws.has_drawn
+            if any(self._group.max(has_drawn)):
+                with self._trial():
+                    for inputs, targets, _ in islice(split.batches, 1):
+                        self._trace_draws(self._compute, inputs, targets)
+                self._draws.agree("eval", self._group.max)
             names = ", ".join(means.names())
             if self._mesh.divides_model:  # some ranks have no outputs
                 every = self._group.gather(names)
                 names = names or max(every)
             self._group.check_equal({f"the list of {split.name} metrics": names})
             found += self._finish(split, means)
-        self._is_rehearsing = False
+        self._is_dry_run = False
         return found
 
-    def _rehearse_draws(
-        self, compute: Callable[[Any, Any], Any], inputs: Any, targets: Any
-    ) -> None:
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
         self._heartbeat.enter(Phase.EVALUATE)
-        with eager(self._strategy.blueprint.config):
-            self._draws.rehearse("eval", compute, (inputs, targets))
-        if self._mesh.divides_model:
-            self._draws.agree("eval", self._group.max)
+        module = self._strategy.module
+        with (
+            self.evaluating(),
+            sandbox(keep_passes(module), keep_attributes(module, self._hooks)),
+            self._group.agreed("computing metrics"),
+        ):
+            yield
+
+    def _trace_draws(self, compute: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> None:
+        with eager(self._strategy.spec.config):
+            self._draws.trace_draws("eval", compute, (inputs, targets))
 
     @contextmanager
     def first_batch(self) -> Iterator[tuple[nn.Module, Any, int]]:
@@ -280,18 +281,19 @@ class Evaluator:
 
         The third value is the number of their rows that are no padding; 0 without a split.
         """
-        with self._evaluating(), torch.no_grad():
+        with self.evaluating(), torch.no_grad():
             batches = self._splits[0].batches if self._splits else ()
             inputs, _, rows = next(iter(batches), (None, None, 0))
             yield self._strategy.module, inputs, rows
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Switch the model to evaluation, with its averaged weights, and back, after errors too."""
         self._strategy.module.eval()
         try:
             averaged = self._ema.swapped() if self._ema else nullcontext()
-            with buffers_kept(self._strategy.module), averaged:  # an observer writes here too
+            buffers = BufferCopies(self._strategy.module)  # an observer writes here too
+            with sandbox(buffers.restore), averaged:
                 yield
         finally:
             self._strategy.module.train()
@@ -308,8 +310,8 @@ class Evaluator:
             for name, value in returned.items():
                 score = as_number(f"summarize returned {name},", value)
                 if name in values and repr(score) != repr(values[name]):
-                    why = "which is a mean of the evaluation already"
-                    raise ConfigError(f"summarize returned {name}, {why}; give it another name")
+                    raise ConfigError(f"""summarize returned {name},
+                        which is a mean of the evaluation already; give it another name""")
                 values[name] = score
         return {f"{split.name}/{name}": value for name, value in values.items()}
 
@@ -339,8 +341,8 @@ class Evaluator:
             metrics = call_hook(METRICS, self._hooks.metrics, outputs, targets, rows)
             returned = check_named("metrics returned", metrics)
             if "loss" in returned:
-                why = "must have another name; loss is always included"
-                raise ConfigError(f"metrics returned a value called loss: {why}")
+                raise ConfigError("""metrics returned a value called loss: must have another name;
+                    loss is always included""")
             returned["loss"] = call_hook(LOSS, self._hooks.loss, outputs, targets, rows)
         return returned
 
@@ -352,22 +354,20 @@ class Evaluator:
         for name, value in found.items():
             subject = name if name == "loss" else f"metrics: {name}"
             values, weights = weigh(subject, value, count_rows(targets, outputs))
-            if self._is_rehearsing:
+            if self._is_dry_run:
                 check_signs(subject, weights)
             means.add(name, values[:rows], None if weights is None else weights[:rows])
         if split.metrics and (rows or split.batches.is_padding):
-            real_outputs, real_targets = tree_map_only(
-                torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets)
-            )
+            real_outputs, real_targets = first_rows((outputs, targets), rows)
             self._feed(split, real_outputs, real_targets, rows)
 
     def _check_names(self, split: str, names: set[str]) -> None:
         """Raise ConfigError if a mean would leave out a part of the rows."""
         known = self._names.setdefault(split, names)
         if names != known:
-            was = f"{', '.join(sorted(names))} after {', '.join(sorted(known))}"
-            advice = "must return the same names for every batch, if need be with weights 0"
-            raise ConfigError(f"metrics returned {was}: {advice}")
+            raise ConfigError(f"""metrics returned {", ".join(sorted(names))}
+                after {", ".join(sorted(known))}:
+                must return the same names for every batch, if need be with weights 0""")
 
     def _feed(self, split: EvalSplit, outputs: Any, targets: Any, rows: int) -> None:
         """Update the torchmetrics.

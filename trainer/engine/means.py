@@ -6,144 +6,18 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Mapping
-from typing import Any
 
-import numpy
 import torch
 
-from trainer.codec import name_of
-from trainer.data.batch_plan import Leaves
-from trainer.data.examples import find_flaw
+from trainer.data.order import Leaves
 from trainer.distributed import accelerator
 from trainer.distributed.group import Group
 from trainer.distributed.group import most as most_of
-from trainer.engine.outcome import Reading, read_now
+from trainer.engine.deferred_reads import DeferredRead, read_now
 from trainer.errors import ConfigError
 
-Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
 Rows = dict[str, list[list[Row]]]  # by name
-
-
-def weigh(
-    name: str, returned: Values, rows: int, verb: str = "returned"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `values (rows, ...)` and their weights, None if each value has weight 1.
-
-    Raises ConfigError for a scalar, for another first axis than `rows`, or for weights that have
-    another shape or require a gradient.
-    """
-    values: object = returned
-    weights: object = None
-    subject = f"{name} {verb}"
-    if isinstance(returned, tuple):
-        if len(returned) != 2:
-            given = f"a tuple of {len(returned)}"
-            raise ConfigError(f"{subject} {given}: must be values, or (values, weights)")
-        values, weights = returned
-    if isinstance(values, torch.Tensor):
-        _check_real(f"{subject} values", values)
-    if not isinstance(values, torch.Tensor) or values.dim() == 0 or values.shape[0] != rows:
-        _refuse_values(subject, values, rows)
-    assert isinstance(values, torch.Tensor)
-    if values.is_floating_point() and values.element_size() < 4:
-        values = values.float()
-    return values, None if weights is None else _check_weights(subject, values, weights)
-
-
-def weigh_all(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `weigh` does, with weights of 1 where there are none."""
-    values, weights = weigh(name, returned, rows)
-    return values, torch.ones_like(values) if weights is None else weights
-
-
-def sum_up(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return (3,) float64: the sums of values x weights, of their sizes, and of the weights."""
-    weighted = values.detach().double() * weights
-    return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
-
-
-def _check_real(subject: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor without real numbers to sum. Called in each micro-batch."""
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if is_strided and not (tensor.is_complex() or tensor.is_quantized or tensor.is_meta):
-        return
-    if flaw := find_flaw(tensor, allows_gradient=True):
-        raise ConfigError(f"{subject} in {flaw[0]}; {flaw[1]}")
-    if tensor.is_complex():
-        dtype = name_of(tensor.dtype)
-        raise ConfigError(f"{subject} of dtype {dtype}: must be real; return tensor.abs() or .real")
-
-
-def check_name(subject: str, name: object) -> None:
-    """Raise ConfigError unless a value can be recorded under this name."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        must = "must be a string of printable characters"
-        raise ConfigError(f"{subject} the name {name!r}: {must}")
-
-
-def check_named(subject: str, returned: Any) -> dict[str, Any]:
-    """Return what a hook returned as a dict. Raises ConfigError unless it has values by name."""
-    if not isinstance(returned, Mapping):
-        raise ConfigError(
-            f"{subject} a {type(returned).__name__}: must be a dict of values by name"
-        )
-    for name in returned:
-        check_name(subject, name)
-    return dict(returned)
-
-
-def as_number(subject: str, value: Any) -> float:
-    """Return a hook's result as a float. Raises ConfigError if it is no real number."""
-    try:
-        if not isinstance(value, str):
-            return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
-    given = f"a {type(value).__name__}"
-    if isinstance(value, torch.Tensor):
-        given = f"a tensor of shape {tuple(value.shape)}"
-    raise ConfigError(f"{subject} {given}: must be a number")
-
-
-def check_signs(name: str, weights: torch.Tensor | None) -> None:
-    """Raise ConfigError for a negative weight. The host waits for the weights.
-
-    One that is not finite may come from a bad example: run.on_bad_step handles its step.
-    """
-    if type(weights) is not torch.Tensor or not weights.numel():  # a fake one is of trainer.plan
-        return
-    least = float(weights.double().nan_to_num(0.0).min())
-    if least < 0:
-        must = "must be at least 0; multiply the values instead"
-        raise ConfigError(f"{name} returned a weight of {least:g}: {must}")
-
-
-def _refuse_values(subject: str, values: object, rows: int) -> None:
-    if isinstance(values, torch.Tensor) and values.dim():
-        shape = f"values of shape {tuple(values.shape)}"
-        must = f"the first axis must be the {rows} examples of the batch"
-        raise ConfigError(f"{subject} {shape}: {must}")
-    if values is None or (isinstance(values, numpy.ndarray) and values.ndim):
-        given = "None" if values is None else "a numpy array"
-        raise ConfigError(f"{subject} {given}: must be a tensor with a value per example")
-    given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
-    must = 'must be a value per example; use reduction="none", and leave out .mean() and .item()'
-    raise ConfigError(f"{subject} {given}: {must}")
-
-
-def _check_weights(subject: str, values: torch.Tensor, weights: object) -> torch.Tensor:
-    if not isinstance(weights, torch.Tensor):
-        given = f"{type(weights).__name__} weights"
-        raise ConfigError(f"{subject} {given}: must be a tensor of the values' shape")
-    _check_real(f"{subject} weights", weights)
-    if weights.shape != values.shape or weights.requires_grad:
-        have = f"shape {tuple(weights.shape)}"
-        have = "a gradient" if weights.requires_grad else have
-        must = f"must be detached and of the values' shape {tuple(values.shape)}"
-        raise ConfigError(f"{subject} weights with {have}: {must}")
-    return weights
 
 
 class Means:
@@ -200,7 +74,7 @@ class Means:
             self._reduced[name] = table if before is None else torch.cat([before, table])
         return dict(self._reduced)
 
-    def reading(self, group: Group) -> Reading[dict[str, float]]:
+    def reading(self, group: Group) -> DeferredRead[dict[str, float]]:
         """Return the mean by name over all values of all ranks since the last read, and clear.
 
         It is nan if the total weight is 0. Collective: every rank must call it.
@@ -220,7 +94,7 @@ class Means:
         """Return `reading`'s means; the host waits for them."""
         return read_now(self.reading(group))
 
-    def _reducing(self, rows: Rows, group: Group) -> Reading[dict[str, torch.Tensor]]:
+    def _reducing(self, rows: Rows, group: Group) -> DeferredRead[dict[str, torch.Tensor]]:
         """Return (rows, 2) of each name, float64 on the CPU, summed over all ranks."""
         counts = {name: len(each) for name, each in sorted(rows.items())}
         if group.world.world_size > 1:
@@ -252,8 +126,8 @@ class Means:
         leaves = self._leaves
         assert leaves is not None
         if any(len(row) % leaves.count for row in rows):
-            why = "a metric or loss was returned for some micro-batches only"
-            raise ConfigError(f"strategy=exact: {why}; always return it, if need be with weights 0")
+            raise ConfigError("""strategy=exact: a metric or loss was returned
+                for some micro-batches only; always return it, if need be with weights 0""")
         passes = max(len(row) for row in rows) // leaves.count
         stacked = [_stack(row).view(-1, leaves.count, 2) for row in rows]
         table = stacked[0].new_zeros(len(rows), passes, leaves.total, 2)
@@ -267,7 +141,7 @@ class Means:
         self._reduced = {name: table.clone() for name, table in rows.items()}
 
 
-def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> Reading[dict[str, int]]:
+def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> DeferredRead[dict[str, int]]:
     """Return the most rows of each name that a rank has. A collective.
 
     Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.blame import LOSS
 from trainer.codec import name_of
-from trainer.engine.means import Means, Values, check_signs, sum_up, weigh, weigh_all
+from trainer.engine.means import Means
+from trainer.engine.values import Values, check_signs, sum_up, weigh, weigh_all
 from trainer.errors import ConfigError
-from trainer.hook_errors import LOSS, Rows, call_hook
-from trainer.micro_batch import count_rows
+from trainer.hook_calls import call_hook
+from trainer.micro_batch import Rows, count_rows
 
 Loss = Callable[[Any, Any], Values]
 
 
 @dataclass(frozen=True)
-class Share:
+class CountedPart:
     """The part of the values of its rows that a rank counts.
 
     `parts` is the number of ranks that divide the values of a row between them. Without
@@ -29,6 +31,44 @@ class Share:
     is_counted: bool = True
     parts: int = 1
     zero: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+class _CarriedValues:
+    """Values carried with the gradients: (weight, 1 if this rank asks all ranks to stop)."""
+
+    def __init__(self, wants_stop: Callable[[], bool]):
+        self._wants_stop = wants_stop
+        self._made: dict[tuple[float, bool], torch.Tensor] = {}
+
+    def __call__(self, total: torch.Tensor, weight: int) -> torch.Tensor:
+        """Return (2,) of the dtype and device of `total`."""
+        key = (weight, self._wants_stop())
+        if key not in self._made:  # each copy to a GPU would block
+            self._made[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
+        return self._made[key]
+
+
+class Objectives:
+    """The objective of each update, by its name; `open(name)` makes one."""
+
+    def __init__(self, open: Callable[..., Objective]):
+        self.by_name: dict[str, Objective] = {}
+        self.open = open
+
+    def __getitem__(self, name: str) -> Objective:
+        if name not in self.by_name:
+            self.by_name[name] = self.open(name)
+        return self.by_name[name]
+
+    def elements(self) -> dict[str, int]:
+        """Return the elements per example of each objective."""
+        return {name: each.elements for name, each in self.by_name.items()}
+
+    def load(self, elements: Mapping[str, int]) -> None:
+        """Open those of a checkpoint, which `elements` returned."""
+        self.by_name.clear()
+        for name, count in elements.items():
+            self.by_name[name] = self.open(name, elements=count)
 
 
 class Objective:
@@ -49,7 +89,7 @@ class Objective:
         elements: int = 0,
         agree: Callable[[int], int] = int,
         wants_stop: Callable[[], bool] = bool,
-        share: Share = Share(),
+        share: CountedPart = CountedPart(),
         rows: Rows | None = None,
     ):
         """Set the constants of the run.
@@ -59,16 +99,16 @@ class Objective:
         """
         self.elements = elements
         self.is_weighted: bool | None = None
+        self._known: tuple[torch.Size, torch.dtype, torch.device] | None = None  # checked values
         self._name = name
         self._means = means
         self._global_batch = global_batch
         self._ranks = ranks
         self._agree = agree
-        self._wants_stop = wants_stop
+        self._carry = _CarriedValues(wants_stop)
         self._share = share
         self._rows = rows or Rows()
         self._update: tuple[Loss | None, Sequence[nn.Parameter] | None] = (None, ())
-        self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
     @property
     def scale(self) -> float:
@@ -86,17 +126,30 @@ class Objective:
         return self
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values of a form that was checked, in shape, dtype and device, are not checked again."""
         loss, _ = self._update
         assert loss is not None
-        rows = count_rows(targets, outputs)
         returned = call_hook(LOSS, loss, outputs, targets, self._rows)
+        if (
+            type(returned) is torch.Tensor
+            and type(targets) is torch.Tensor
+            and (returned.shape, returned.dtype, returned.device) == self._known
+            and targets.shape[:1] == returned.shape[:1]
+            and (returned.requires_grad or not torch.is_grad_enabled())
+        ):
+            total, count = returned.sum(), returned.numel()
+            self._means.count(self._name, total.detach(), count)
+            return total, self._carry(total, count)
+        return self._check(returned, count_rows(targets, outputs))
+
+    def _check(self, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, weights = weigh(self._name, returned, rows)
         self._check_gradient(values)
         if self.is_weighted is None:
             check_signs(self._name, weights)
         if self._share.parts > 1 and values.dim() < 2:
-            must = "must be values (rows, positions) with strategy.mesh.context"
-            raise ConfigError(f"{self._name} returned shape {tuple(values.shape)}: {must}")
+            raise ConfigError(f"""{self._name} returned shape {tuple(values.shape)}:
+                must be values (rows, positions) with strategy.mesh.context""")
         if weights is None:
             count = values.numel()
             elements = count * self._share.parts
@@ -105,6 +158,8 @@ class Objective:
             total = values.sum()
             if not self._share.is_counted:
                 return total, self.absent()
+            if values is returned and values.layout is torch.strided:
+                self._known = (values.shape, values.dtype, values.device)
             self._means.count(self._name, total.detach(), count)
             return total, self._carry(total, count)
         self._check_constant(values.numel() * self._share.parts // rows, True)
@@ -118,13 +173,12 @@ class Objective:
 
     def _check_gradient(self, values: torch.Tensor) -> None:
         if torch.is_grad_enabled() and not values.requires_grad:
-            dtype = name_of(values.dtype)
-            given = f"{self._name} returned {dtype} values without a gradient"
-            advice = "leave out .detach(), .item() and argmax, in the model too"
-            raise ConfigError(f"{given}: must be computed from the parameters; {advice}")
+            raise ConfigError(f"""{self._name} returned {name_of(values.dtype)} values
+                without a gradient: must be computed from the parameters;
+                leave out .detach(), .item() and argmax, in the model too""")
         if values.device.type != self._share.zero.device.type:
-            devices = f"on {values.device}: must be on {self._share.zero.device}"
-            raise ConfigError(f"{self._name} returned values {devices}")
+            raise ConfigError(f"""{self._name} returned values on {values.device}:
+                must be on {self._share.zero.device}""")
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sums of values x weights, of their sizes and of the weights; count nothing."""
@@ -159,22 +213,14 @@ class Objective:
         if self.is_weighted is None:
             self._agree_on(max(1, elements), is_weighted)
         if self.is_weighted is not is_weighted:
-            advice = "always return (values, weights), or never"
-            line = f"{self._name} returned weights in one step and none in another"
-            raise ConfigError(f"{line}: {advice}")
+            raise ConfigError(f"""{self._name} returned weights in one step and none in another:
+                always return (values, weights), or never""")
         if not is_weighted and self.elements != elements:
-            was = f"{elements} values per example after {self.elements}"
-            advice = "return (values, weights), so that each value counts equally"
-            raise ConfigError(f"{self._name} returned {was}: {advice}")
+            raise ConfigError(f"""{self._name} returned {elements} values per example after
+                {self.elements}: return (values, weights), so that each value counts equally""")
 
     def _agree_on(self, elements: int, is_weighted: bool) -> None:
         """Agree at the first call, since a rank without outputs does not know. A collective."""
         agreed = self._agree(2 * elements + is_weighted)
         self.is_weighted = bool(agreed % 2)
         self.elements = self.elements or agreed // 2  # a resume knows it
-
-    def _carry(self, total: torch.Tensor, weight: int) -> torch.Tensor:
-        key = (weight, self._wants_stop())
-        if key not in self._carried:  # cached: each copy to a GPU would block
-            self._carried[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
-        return self._carried[key]

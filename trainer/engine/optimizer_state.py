@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.data.examples import find_flaw
 from trainer.errors import CheckpointError, ConfigError
-from trainer.strategy.mesh_model.optimizer_trial import inner_optimizers
+from trainer.strategy.optimizer_trial import inner_optimizers
 
 _WRONG = "the checkpoint is of another optimizer"
 _ADVICE = "resume with that one, or start a new run with run.init_from"
@@ -24,8 +24,8 @@ def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
     """
     for group in optimizer.param_groups:
         if any(p not in names for p in group["params"]):
-            why = "has a parameter that is not one of the model's; register it in the model"
-            raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
+            raise ConfigError(f"""build_optimizer: {type(optimizer).__name__}
+                has a parameter that is not one of the model's; register it in the model""")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
         group["names"] = [names[p] for p in group["params"]]
 
@@ -60,11 +60,11 @@ def check_groups(optimizer: Optimizer, names: Mapping[Any, str], is_divided: boo
     for group in optimizer.param_groups:
         is_late = "initial" not in group
         if is_late and any(p not in names for p in group["params"]):
-            why = "a parameter group was added with a tensor that is not one of the model's"
-            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
+            raise ConfigError(f"""optimizer {kind}: a parameter group was added
+                with a tensor that is not one of the model's; register it in the model""")
         if is_late and is_divided:
-            why = "a parameter group was added after the start, and this rank has parts only"
-            raise ConfigError(f"optimizer {kind}: {why}; add it in build_optimizer, or use ddp")
+            raise ConfigError(f"""optimizer {kind}: a parameter group was added after the start,
+                and this rank has parts only; add it in build_optimizer, or use ddp""")
 
 
 def restore_groups(optimizer: Optimizer, names: Mapping[Any, str], saved: Any) -> None:
@@ -90,8 +90,8 @@ def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool
             _check_plain(f"optimizer {kind}: state[{owner!r}]", [owner, values], True)
             continue
         if owner not in names:
-            why = "has state for a tensor that is not one of the model's parameters"
-            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
+            raise ConfigError(f"""optimizer {kind}: has state for a tensor that
+                is not one of the model's parameters; register it in the model""")
         given = f"optimizer {kind}: state[{names[owner]}]"
         if not isinstance(values, Mapping):
             raise ConfigError(f"{given} is a {type(values).__name__}: must be a dict")
@@ -106,11 +106,11 @@ def _check_plain(place: str, value: Any, is_alone: bool) -> None:
     """Raise ConfigError if a value has more than numbers, strings and, unless alone, tensors."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_alone:
-            advice = "keep each tensor as an entry of its own in the state of its parameter"
-            raise ConfigError(f"{place} has a tensor, which not every layout can load; {advice}")
+            raise ConfigError(f"""{place} has a tensor, which not every layout can load;
+                keep each tensor as an entry of its own in the state of its parameter""")
         if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
-            must = "a checkpoint holds tensors, numbers and strings; keep it in the config"
-            raise ConfigError(f"{place} has a {type(leaf).__name__}: {must}")
+            raise ConfigError(f"""{place} has a {type(leaf).__name__}:
+                a checkpoint holds tensors, numbers and strings; keep it in the config""")
 
 
 def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
@@ -119,8 +119,8 @@ def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
 
 def check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
     if optimizers and len(saved) != len(optimizers):
-        count = f"{len(saved)} optimizers, and the task builds {len(optimizers)}"
-        raise CheckpointError(f"the checkpoint has {count}; resume with the task of the run")
+        raise CheckpointError(f"""the checkpoint has {len(saved)} optimizers,
+            and the task builds {len(optimizers)}; resume with the task of the run""")
 
 
 def load_named_state(
@@ -157,10 +157,10 @@ def load_named_state(
             state[number] = values
     before = list(optimizer.param_groups)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _share(optimizer, before)
+    _give_to_inner(optimizer, before)
 
 
-def _share(optimizer: Optimizer, before: Sequence[Any]) -> None:
+def _give_to_inner(optimizer: Optimizer, before: Sequence[Any]) -> None:
     """Give the optimizers that one wraps its groups and state, which torch makes anew."""
     places = {id(group): number for number, group in enumerate(before)}
     for inner in inner_optimizers(optimizer):

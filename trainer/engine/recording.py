@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from trainer.engine.means import (
-    Means,
-    Values,
-    check_name,
-    check_named,
-    sum_up,
-    weigh,
-    weigh_all,
-)
-from trainer.engine.parts import Hooks
+from trainer.engine.context import Hooks
+from trainer.engine.means import Means
+from trainer.engine.step import OpenStep
+from trainer.engine.values import Values, check_name, check_named, sum_up, weigh, weigh_all
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
 from trainer.rng.compiled import compiled
@@ -37,6 +31,7 @@ class Recorder:
 
     def __init__(
         self,
+        step: OpenStep,
         means: Means,
         taken: Container[str],
         is_counted: bool,
@@ -44,38 +39,21 @@ class Recorder:
         compiles: bool | str = False,
     ):
         self.means = means
+        self.step = step
         self._taken = taken
         self._is_counted = is_counted
         self._hooks = hooks
-        self.is_open = False  # during a step
         self._rows: int | None = None
         self._names: set[str] = set()  # that the task itself records
-        self._compiles = compiles
-        self._compiled: dict[Loss, Loss] = {}
-        self._eager: set[Loss | None] = set()  # what stays as it is
+        self._losses = _Losses(compiles)
         self._loss: Loss | None = None  # while it is computed
+        self._watched: dict[str, tuple[Loss, Loss]] = {}  # by update: the last loss, and watched
         self._sums: dict[str, torch.Tensor] | None = None  # by name, while they are collected
-
-    def begin_step(self) -> None:
-        self.is_open = True
-
-    def end_step(self) -> None:
-        self.is_open = False
 
     def count_rows(self) -> int | None:
         """Return the rows of the micro-batch whose loss is computed; None outside of an update."""
-        self._eager.add(self._loss)
-        return self._rows if self.is_open else None
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Ignore values during the block."""
-        was = self.is_open
-        self.is_open = False
-        try:
-            yield
-        finally:
-            self.is_open = was
+        self._losses.eager.add(self._loss)
+        return self._rows if self.step.is_open else None
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -92,12 +70,12 @@ class Recorder:
 
         Raises ConfigError for a name of an update, and for values that are not one per example.
         """
-        if not self.is_open:
+        if not self.step.is_open:
             if self._sums is not None:
                 sums = sum_up(*weigh_all(f"record({name!r})", returned, self._rows_of(returned)))
                 self._sums[name] = self._sums.get(name, 0) + sums.detach()
             return
-        self._eager.add(self._loss)
+        self._losses.eager.add(self._loss)
         given = f"record({name!r})"
         check_name("record got", name)
         if name in self._taken:
@@ -119,26 +97,33 @@ class Recorder:
         return self._rows or 0
 
     def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
-        if not self.is_open:
+        if not self.step.is_open:
             return
         for name, returned in check_named("metrics returned", metrics).items():
             if name in self._names or name in self._taken:
                 other = "record has this name too" if name in self._names else "is an update's loss"
-                given = f"log.train_metrics=true: metrics returned {name!r}"
-                raise ConfigError(f"{given}, and {other}; rename one")
+                raise ConfigError(f"""log.train_metrics=true:
+                    metrics returned {name!r}, and {other}; rename one""")
             self._add(name, returned)
 
-    def watched(self, loss: Loss) -> Loss:
-        """Return the loss of an update, for which values are recorded."""
+    def watched(self, loss: Loss, name: str = "loss") -> Loss:
+        """Return the loss of the update `name`, for which values are recorded."""
+        known = self._watched.get(name)
+        if known is None or known[0] != loss or self._losses.compiles:
+            self._watched[name] = known = (loss, self._watch(loss))
+        return known[1]
+
+    def _watch(self, loss: Loss) -> Loss:
         hooks = self._hooks if self._hooks and loss == self._hooks.loss else None
-        run = self._compile(loss)
-        is_tried = bool(self._compiles) and run is loss
+        run = self._losses.compile(loss)
+        is_tried = bool(self._losses.compiles) and run is loss
 
         def compute(outputs: Any, targets: Any) -> Values:
-            self._rows = count_rows(targets, outputs)
+            is_tensor = type(targets) is torch.Tensor and targets.dim()
+            self._rows = targets.shape[0] if is_tensor else count_rows(targets, outputs)
             self._loss = loss
             if is_tried and not _are_plain(outputs):
-                self._eager.add(loss)
+                self._losses.eager.add(loss)
             try:
                 values = run(outputs, targets)
                 if hooks is not None:
@@ -150,19 +135,28 @@ class Recorder:
 
         return compute
 
-    def _compile(self, loss: Loss) -> Loss:
+
+class _Losses:
+    """Compiles losses as run.compile, `compiles`, says; those that are `eager` stay as they are."""
+
+    def __init__(self, compiles: bool | str):
+        self.compiles = compiles
+        self.eager: set[Loss | None] = set()
+        self._compiled: dict[Loss, Loss] = {}
+
+    def compile(self, loss: Loss) -> Loss:
         """Return a method of a task as it is for its first update, then compiled.
 
         A loss that records values, gathers rows or gets tensors of a class, such as logits that
         tensor parallel divides, stays as it is. So does one that is no method: it may be another
         object in each step.
         """
-        if not self._compiles or not inspect.ismethod(loss):
+        if not self.compiles or not inspect.ismethod(loss):
             return loss
         if loss not in self._compiled:
-            self._compiled[loss] = compiled(loss, self._compiles, None)
+            self._compiled[loss] = compiled(loss, self.compiles, None)
             return loss
-        return loss if loss in self._eager else self._compiled[loss]
+        return loss if loss in self.eager else self._compiled[loss]
 
 
 def _are_plain(outputs: Any) -> bool:

@@ -1,75 +1,288 @@
-"""`python -m trainer.new NAME`: write a starter project."""
+"""`python -m trainer.new NAME`: create a project: a starter, a recipe, or a converted script."""
 
 from __future__ import annotations
 
 import importlib.util
 import keyword
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import trainer
 from trainer.cli import answer, run, single
-from trainer.config.options import find_options
-from trainer.distributed import entry
-from trainer.errors import ConfigError
+from trainer.config import HOME, PACKAGE
+from trainer.config.typed import suggest
+from trainer.config.working_folder import find_options
+from trainer.distributed import launchers
+from trainer.errors import ConfigError, counted
+from trainer.new import CLUSTERS, RECIPES, Recipe
+from trainer.new.from_script import convert
 
-HELP = """usage: python -m trainer.new NAME
+HELP = """usage: python -m trainer.new NAME [--recipe RECIPE | --from SCRIPT] [--cluster CLUSTER]
 
-Writes a project into the new folder NAME, which may be a path: a task, its settings with a config
-group of its own, a test that proves the task with trainer.verify, README.md, AGENTS.md for coding
-agents, Dockerfile and train.sbatch. It trains and its test passes as written; replace the data,
-model and loss with your own."""
+  python -m trainer.new my-task                     a starter project, to replace data and model
+  python -m trainer.new my-gpt --recipe gpt         a project that trains something real at once
+  python -m trainer.new my-task --from train.py     a DDP script as a task
+  python -m trainer.new my-task --cluster ray       the file that Ray needs too
 
+Writes a project into the new folder NAME, which may be a path: a task, its settings, a test that
+proves the task with trainer.prove, and README.md. Without a flag it also has a config group of its
+own, AGENTS.md for coding agents, Dockerfile and train.sbatch.
+
+recipes (python -m trainer.list recipes says what each reaches):
+{recipes}
+
+--from copies model, data, loss, optimizer and settings from a training script. What it cannot find
+or would have to guess becomes a TODO in the task. It then prints the command that proves the task
+against the script. The script itself is not run.
+
+--cluster adds the file that starts the run elsewhere, with comments that say what to change:
+{clusters}
+
+Exit codes: 0 written, 2 invalid arguments, or a script that does not train."""
+
+
+FLAGS = ("--recipe", "--from", "--cluster")
+DEPLOY = HOME / "deploy" if HOME == PACKAGE else HOME / "scripts" / "deploy"
 TEMPLATE = Path(__file__).with_name("template")
-# Files of the template, and their places in the project.
-FILES = {
+CONVERTED = Path(__file__).with_name("converted")
+OF_RECIPES = Path(__file__).with_name("recipes")
+SHARED = ("requirements.txt", "gitignore")  # files of the template that every project has
+# Files whose place in the project is not their name without .txt.
+PLACES = {
     "task.py.txt": "{module}.py",
     "task.yaml": "conf/task/{name}.yaml",
     "small.yaml": "conf/model/small.yaml",
     "large.yaml": "conf/model/large.yaml",
-    "lockstep.yaml": "lockstep.yaml",
     "check.py.txt": "tests/test_{module}.py",
+    "data_first.py.txt": "tests/conftest.py",
+    "notebook.json": "{name}.ipynb",
     "readme.md": "README.md",
     "agents.md": "AGENTS.md",
-    "requirements.txt": "requirements.txt",
     "gitignore": ".gitignore",
     "dockerignore": ".dockerignore",
     "dockerfile": "Dockerfile",
-    "train.sbatch": "train.sbatch",
 }
+NOTES = "notes.md"  # of a recipe; part of its README.md
 VALID = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 NO_NAMES = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf")  # values
-IMPORTED = ("ResidentDataset", "Trainer", "Options")  # by the template
+IMPORTED = ("ResidentDataset", "ShardedDataset", "Trainer", "Options")  # by the templates
 MOST = 40
+OF_LOCKSTEP = re.compile(
+    r"^#.*(?:tests/|docs/|Use it as it is)"
+)  # lines on files of its repository
+SKYIGNORE = ".venv/\ndata/\nruns/\n__pycache__/\n"  # .gitignore would leave out wheels/, too
+USAGE = (
+    "give one name: python -m trainer.new NAME [--recipe RECIPE | --from SCRIPT] "
+    "[--cluster CLUSTER]"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    folder = Path(single(arguments, "give one name: python -m trainer.new NAME"))
+    words, flags = _divide(arguments)
+    recipe = _find("--recipe", RECIPES, flags)
+    cluster = _find("--cluster", CLUSTERS, flags)
+    if recipe == "notebook" and cluster:
+        raise ConfigError("--recipe notebook: starts no ranks on a cluster; leave out --cluster")
+    folder = Path(single(words or [f"my-{recipe}"] * bool(recipe), USAGE))
     name = folder.name
     module = name.replace("-", "_")
     _check(name, module, folder)
-    words = {
+    if "--from" in flags:
+        return _convert(Path(flags["--from"]), folder, module, cluster)
+    values = _values(name, module, recipe, cluster)
+    texts = _fill(_find_files(recipe), values)
+    if not recipe:
+        texts |= _file_of("slurm", values)
+    texts = _with_cluster(texts, cluster, values)
+    _write(folder, texts)
+    written = f"written: {folder}/, {len(texts)} files; its README.md says what each is for"
+    command = launchers.as_started(" && ".join([f"cd {folder}", *_first_commands(name, recipe)]))
+    facts = {"folder": folder, "num_files": len(texts), "command": command}
+    lines = [written, f"begin with: {command}", *_on_cluster(cluster)]
+    return answer(0, "written", facts, lambda: print(*lines, sep="\n"))
+
+
+def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return (other words, value by flag). Raises ConfigError for wrong flags."""
+    words: list[str] = []
+    flags: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS and (word.startswith("-") or f"--{flag}" in FLAGS):
+            near = suggest(flag.lstrip("-"), [each[2:] for each in FLAGS], "--")
+            raise ConfigError(f"{word} is not a flag: allowed are {', '.join(FLAGS)}{near}")
+        if flag not in FLAGS:
+            words.append(word)
+            continue
+        flags[flag] = value if equals else "".join(rest[:1])
+        del rest[: not equals]
+        if not flags[flag]:
+            raise ConfigError(f"{flag}: its value is missing; {USAGE}")
+    if "--recipe" in flags and "--from" in flags:
+        raise ConfigError("--recipe and --from: give only one of them")
+    return words, flags
+
+
+def _find(flag: str, known: Mapping[str, object], flags: Mapping[str, str]) -> str:
+    """Return the value of a flag, "" without it. Raises ConfigError for one that is not known."""
+    name = flags.get(flag, "")
+    if name and name not in known:
+        raise ConfigError(f"""{flag} {name}:
+            must be one of {", ".join(known)}{suggest(name, known)}""")
+    return name
+
+
+def _with_cluster(
+    texts: Mapping[str, str], cluster: str, values: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the texts of a project with those that a cluster needs."""
+    if not cluster:
+        return {**texts}
+    own = CLUSTERS[cluster]
+    more = _fill([TEMPLATE / file for file in own.files], values) | _file_of(cluster, values)
+    line = (
+        f"\nOn the cluster: `{own.command}`; comments in `{own.place}` say what to change before.\n"
+    )
+    return {**texts, **more, "README.md": texts["README.md"].rstrip() + f"\n{line}"}
+
+
+def _file_of(cluster: str, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the file of scripts/deploy for a cluster, made one of this project."""
+    own = CLUSTERS[cluster]
+    name = values["__NAME__"]
+    label = name.lower().replace("_", "-")  # as Kubernetes and registries want it
+    text = (DEPLOY / own.source).read_text(encoding="utf-8")
+    for word, value in {
+        " Use it as it is, or copy it.": "",
+        "docker build -f scripts/deploy/Dockerfile": "docker build",
+        "scripts/deploy/slurm.sbatch task=cifar": own.place,
+        f"scripts/deploy/{own.source}": own.place,
+        "lockstep:0.1.0": f"{label}:1",
+        **{f"lockstep-{part}": f"{label}-{part}" for part in ("trainjob", "jobset", "runs")},
+        "job-name=lockstep": f"job-name={name}",
+        "\nname: lockstep\n": f"\nname: {label}\n",
+        "task=cifar": f"task={name}",
+        'trainer "$@"': f'trainer task={name} "$@"',
+        "pip install -c constraints.txt '.[bucket]'": "pip install -r requirements.txt",
+    }.items():
+        text = text.replace(word, value)
+    kept = [line for line in text.splitlines(keepends=True) if not OF_LOCKSTEP.search(line)]
+    ignored = {".skyignore": SKYIGNORE} if cluster == "skypilot" else {}
+    return {own.place: "".join(kept), **ignored}
+
+
+def _on_cluster(cluster: str) -> list[str]:
+    """Return the line that says how to start on a cluster."""
+    if not cluster:
+        return []
+    own = CLUSTERS[cluster]
+    return [f"on the cluster: {own.command}; {own.place} says what to change before"]
+
+
+def _convert(script: Path, folder: Path, module: str, cluster: str) -> int:
+    """Write a project with what a training script has."""
+    made = convert(script)
+    name = folder.name
+    values = _values(name, module, "", cluster)
+    if values["__CLASS__"] in made.script.definitions:
+        values["__CLASS__"] += "Task"
+    values["__SCRIPT__"] = script.name
+    values["__PROVE__"] = prove = made.proof(name, os.path.relpath(script, folder))
+    files = _find_files("", CONVERTED)
+    if not made.order:
+        files = [path for path in files if not path.name.startswith("script_order")]
+    texts = _fill(files, values)
+    texts[f"{module}.py"] = made.task(values["__CLASS__"])
+    texts[f"conf/task/{name}.yaml"] = made.config(name, module, values["__CLASS__"])
+    _write(folder, _with_cluster(texts | made.local_files(), cluster, values))
+    todos = counted(made.num_todos, "TODO")
+    lines = [f"written: {folder}/, with {todos}: grep -rn TODO {folder}", *made.notes()]
+    lines += [f"prove it with: cd {folder} && {prove}", *_on_cluster(cluster)]
+    facts = {"folder": folder, "num_todos": made.num_todos, "command": prove}
+    return answer(0, "written", facts, lambda: print(*map(launchers.as_started, lines), sep="\n"))
+
+
+def _find_files(recipe: str, own_folder: Path = TEMPLATE) -> list[Path]:
+    """Return the files of a project; its own replace the shared ones of the same name."""
+    if not recipe and own_folder == TEMPLATE:
+        return sorted(TEMPLATE.iterdir())
+    own = sorted((OF_RECIPES / recipe if recipe else own_folder).iterdir())
+    shared = [path for path in OF_RECIPES.iterdir() if path.is_file()]
+    shared += [TEMPLATE / name for name in SHARED]
+    if recipe != "notebook":
+        shared.append(TEMPLATE / "lockstep.yaml")
+    files = {path.name: path for path in (*shared, *own) if path.name != NOTES}
+    return list(files.values())
+
+
+def _first_commands(name: str, recipe: str) -> list[str]:
+    """Return the commands that make a recipe's data and train it."""
+    if not recipe:
+        return [f"python -m trainer task={name}"]
+    before = RECIPES[recipe].before
+    return [each.replace("__NAME__", name) for each in (*before, RECIPES[recipe].train)]
+
+
+def _values(name: str, module: str, recipe: str, cluster: str) -> dict[str, str]:
+    """Return the values of the words that files of a project have."""
+    found = RECIPES.get(recipe)
+    extras = [found.extras if found else "export,report"]
+    if cluster:
+        extras += filter(None, [CLUSTERS[cluster].extras])
+    values = {
+        "__PROOF__": found.proof if found else Recipe.proof,
+        "__EXTRAS__": ",".join(extras),
+        "__NEEDS__": "".join(f"{each}\n" for each in found.needs) if found else "",
+    }
+    if found:
+        notes = OF_RECIPES / recipe / NOTES
+        values["__ABOUT__"] = found.about[0].upper() + found.about[1:]
+        values["__REACHES__"] = found.reaches
+        values["__BEFORE__"] = "".join(f"    {each}\n" for each in found.before)
+        values["__NOTES__"] = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    return values | {
         "__NAME__": name,
         "__MODULE__": module,
         "__CLASS__": _class_of(module),
         "__VERSION__": trainer.__version__,
     }
+
+
+def _fill(files: Sequence[Path], values: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a project by their places. Raises ConfigError for a name that clashes."""
+    texts: dict[str, str] = {}
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        for word, value in values.items():
+            text = text.replace(word, value)
+        place = PLACES.get(path.name, path.name.replace(".py.txt", ".py"))
+        place = place.format(name=values["__NAME__"], module=values["__MODULE__"])
+        if place in texts:
+            raise ConfigError(f"""{values["__NAME__"]}:
+                a file of the recipe has this name; choose another name""")
+        texts[place] = text
+    return texts
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> None:
     try:
-        for source, place in FILES.items():
-            path = folder / place.format(name=name, module=module)
+        for place, text in texts.items():
+            path = folder / place
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = (TEMPLATE / source).read_text(encoding="utf-8")
-            for word, value in words.items():
-                text = text.replace(word, value)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; start in another directory") from None
-    written = f"written: {folder}/, {len(FILES)} files; its README.md says what each is for"
-    command = entry.as_started(f"cd {folder} && python -m trainer task={name}")
-    facts = {"folder": folder, "num_files": len(FILES), "command": command}
-    lines = (written, f"begin with: {command}")
-    return answer(0, "written", facts, lambda: print(*lines, sep="\n"))
+
+
+def _describe(_: Sequence[str]) -> str:
+    width = max(map(len, RECIPES))
+    rows = [f"  {name:<{width}}  {recipe.about}" for name, recipe in RECIPES.items()]
+    clusters = [f"  {name:<{width}}  {own.command}" for name, own in CLUSTERS.items()]
+    return HELP.format(recipes="\n".join(rows), clusters="\n".join(clusters))
 
 
 def _class_of(module: str) -> str:
@@ -94,4 +307,4 @@ def _check(name: str, module: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main, HELP)
+    run(main, _describe)

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.engine.ema import size_of_averages
 from trainer.engine.optimizers import check_optimizers
+from trainer.engine.training_state import size_of_averages
 from trainer.errors import ConfigError
-from trainer.plan.held import StageTensors
-from trainer.plan.passes import Passes
-from trainer.plan.trial import Trial
+from trainer.plan.step_costs import Passes
+from trainer.plan.trial import FakeModel, Trial
 from trainer.strategy.cost import (
     ESTIMATED,
     MEASURED,
@@ -24,7 +23,70 @@ from trainer.strategy.cost import (
     PlannedRank,
     size_of,
 )
-from trainer.strategy.pipeline_parallel.schedule import most_kept
+from trainer.strategy.mesh_model.full_model import inner_first
+from trainer.strategy.pipeline_parallel.p2p import most_kept
+
+
+@dataclass(frozen=True)
+class StageTensors:
+    """Parameters and buffers of the first rank of a stage, of which no rank of it has more.
+
+    `parts` maps the parameters of the model that the stage uses to the rank's part of each.
+    `units` are those of FSDP: the blocks, `num_blocks` of them, then the rest. `written` are the
+    parameters that no stage before has.
+    """
+
+    stage: int
+    parts: Parts
+    units: list[list[nn.Parameter]]
+    num_blocks: int
+    buffers: list[torch.Tensor]
+    written: set[nn.Parameter]
+
+
+def hold(trial: Trial, stage: int) -> StageTensors:
+    """Return what the first rank of a stage holds."""
+    model = trial.model
+    stages = trial.strategy.partition.stages
+    own: dict[nn.Parameter, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        if stage in stages.get(name, (0,)):
+            own[parameter] = stages.get(name, (0,))
+    parts = {p: _part(trial, p) for p in own}
+    units, num_blocks = (
+        _list_units(trial.strategy, stage, parts) if trial.mesh.shard > 1 else ([], 0)
+    )
+    buffers = [b for name, b in model.named_buffers() if stage in stages.get(name, (0,))]
+    written = {p for p, used in own.items() if used[0] == stage}
+    return StageTensors(stage, parts, units, num_blocks, buffers, written)
+
+
+def _part(trial: Trial, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a rank's part of a parameter that is cut as the tensor plan says: the largest."""
+    if trial.mesh.shard == 1 or not parameter.dim():
+        return parameter
+    num_parts = trial.mesh.num_parts("shard", "context")
+    rows = -(-parameter.shape[0] // num_parts)  # the first of torch.chunk
+    with trial.mode:
+        made = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype)
+        return nn.Parameter(made, parameter.requires_grad)
+
+
+def _list_units(model: FakeModel, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
+    """Return the parameters of each unit of FSDP, and how many of the units are blocks."""
+    own = {model.blocks[number] for number in model.partition.blocks_of[stage]}
+    blocks = [block for block in inner_first(model.module, model.blocks) if block in own]
+    seen: set[nn.Parameter] = set()
+    units = []
+    num_blocks = 0
+    for module in (*blocks, model.module):
+        found = [p for p in module.parameters() if p in parts and p not in seen and p.dim()]
+        seen.update(found)
+        if found:
+            units.append(found)
+            num_blocks += module is not model.module
+    return units, num_blocks
+
 
 ACTIVATIONS = "activations"
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -68,7 +130,7 @@ def list_memory(
         MemoryRow("optimizer state", states.num_bytes, states.source, states.note),
     ]
     if trial.config.run.ema_decay is not None:
-        rows.append(MemoryRow("moving average", size_of_averages(parts.values())))
+        rows.append(MemoryRow("moving average", size_of_averages(trained)))
     rows.append(MemoryRow("buffers", size_of(held.buffers)))
     rows += trial.kind.cost.memory(rank)
     if states.gathered:
@@ -110,7 +172,7 @@ def measure_states(trial: Trial, parts: Parts, cost: type[Cost]) -> States:
     """
     with trial.mode:
         try:
-            optimizers = check_optimizers(trial.task.build_optimizer(trial.model.module))
+            optimizers = check_optimizers(trial.task.build_optimizer(trial.model))
         except ConfigError:
             raise
         except Exception as error:  # of the task's code, which may read values
@@ -126,7 +188,7 @@ def measure_states(trial: Trial, parts: Parts, cost: type[Cost]) -> States:
 
 
 def _measure(optimizer: Optimizer, trial: Trial, parts: Parts, cost: type[Cost]) -> States:
-    stepped, gathered = cost.stepped(optimizer, parts, trial.model.whole, trial.mesh)
+    stepped, gathered = cost.stepped(optimizer, parts, trial.strategy.whole, trial.mesh)
     for group in optimizer.param_groups:
         group["params"] = [stepped[p] for p in group["params"] if p in stepped]
     problem = _step(optimizer, list(stepped.values()))

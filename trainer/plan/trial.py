@@ -1,161 +1,230 @@
-"""The parts of a run, built on one process: task, data, model and a micro-batch without values."""
+"""The parts of a run, built on one process: task, data, model and a micro-batch without values.
+
+Fake tensors have shapes, dtypes, a device and storages, but no memory. Unlike tensors of the meta
+device they choose the kernels of a CPU, under autocast too.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainer.cli import load_task
 from trainer.config.schema import Config
-from trainer.config.targets import check_target
-from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
 from trainer.distributed.devices import Device
 from trainer.distributed.launchers import Launcher
-from trainer.distributed.world import World
-from trainer.engine.precision import (
-    OPEN,
-    Precision,
-    choose_precision,
-    is_bf16_native,
-    takes_bf16,
-)
+from trainer.distributed.ranks import lone_rank
+from trainer.distributed.world import RankGroup, World
+from trainer.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import ConfigError
-from trainer.hook_errors import call
-from trainer.plan.counting import Traffic
-from trainer.plan.fake_model import FakeModel
-from trainer.setup.build import (
-    build_dataset,
-    build_preparation,
-    find_sampling,
-    make_blueprint,
-    make_model,
-)
-from trainer.setup.checks import check_layout, try_optimizer
-from trainer.strategy.base import Strategy, find_strategy
-from trainer.strategy.mesh import Mesh
-from trainer.strategy.modules.batchnorm import normalize_groups
-from trainer.trainer import FitResult, Trainer
+from trainer.hook_calls import call
+from trainer.setup.build import Setup, make_model
+from trainer.setup.checks import check_run, try_optimizer
+from trainer.strategy.base import ModelSpec
+from trainer.strategy.choice import find_strategy
+from trainer.strategy.cost import reduced
+from trainer.strategy.mesh import AXES, DATA, Mesh
+from trainer.strategy.mesh_model.context_parallel import Context
+from trainer.strategy.mesh_model.full_model import Values, inner_first
+from trainer.strategy.mesh_model.partition import Partition
+from trainer.strategy.modules.batchnorm import synchronize
+from trainer.strategy.modules.tensor_memory import convert_dtype, find_narrow
+from trainer.strategy.single import SingleDevice
+from trainer.strategy.tensor_parallel.split_plan import MatrixPart, divide_sequence
+from trainer.strategy.tensor_shards import replace_tensors
+from trainer.task import Task
+from trainer.trainer import set_model
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+Note = Callable[[str, str, float], None]  # (axis, kind of collective, bytes that a rank sends)
+
+
+def unnoticed(axis: str, kind: str, num_bytes: float) -> None:
+    """Do nothing with what a group would send."""
+
+
+@dataclass(frozen=True)
+class CountedGroup(RankGroup):
+    """A group without processes. Its collectives return tensors of the right size."""
+
+    note: Note = field(default=unnoticed, repr=False, compare=False)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        self.note(self.name, ALL_REDUCE, reduced(tensor.nbytes, self.size))
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        self.note(self.name, ALL_GATHER, whole.nbytes - part.nbytes)
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        self.note(self.name, REDUCE_SCATTER, whole.nbytes - part.nbytes)
+
+
+class Traffic:
+    """The groups of a rank, which report what they would send.
+
+    `groups` has them by axis, and `data` for all ranks with rows of their own.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.groups: dict[str, RankGroup] = {}
+        self._note: Note = unnoticed
+        for name, axes in {**{axis: (axis,) for axis in AXES}, "data": DATA}.items():
+            ranks = mesh.members(*axes)
+            number = ranks.index(mesh.rank)
+            self.groups[name] = CountedGroup(ranks, number, None, name, note=self._send)
+
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Call `note` during the block with what the groups would send."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = unnoticed
+
+    def _send(self, axis: str, kind: str, num_bytes: float) -> None:
+        self._note(axis, kind, num_bytes)
+
+
+class FakeModel(SingleDevice):
+    """A model without values, divided as the tensor plan says, with the blocks of all stages.
+
+    FSDP's part of it is left to `hold`. `partial` are the parameters whose gradients the ranks of
+    the tensor axis have in parts. `whole` maps the parameters to the undivided ones.
+    """
+
+    def __init__(self, spec: ModelSpec, mode: FakeTensorMode):
+        """Divide the model. Raises ConfigError where a real start does."""
+        self._mode = mode
+        self.context: Context | None = None
+        super().__init__(spec)
+
+    def _synchronize(self, model: nn.Module) -> None:
+        """Check the layers only: there are no ranks to compute with."""
+        synchronize(model, None, is_alone=True)
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        spec, mesh = self.spec, self.mesh
+        groups = self.world.groups
+        is_meshed = find_strategy(self.config).builds_on_rank_0 and mesh.size > 1
+        if is_meshed:
+            inner_first(model, self.blocks)  # which checks them
+            Values(model, self.world, self.precision.dtype, self.precision.autocast_dtype)
+        else:
+            kept = find_narrow(model, self.precision.autocast_dtype)
+            convert_dtype(model, self.precision.dtype, kept)
+        if any(is_lazy(p) for p in model.parameters()):
+            with torch.no_grad():
+                call(model, spec.sample())
+        if mesh.context > 1:
+            self.context = Context(groups["context"])
+        self.partition = Partition(spec, mesh, self.context)
+        for numbers in self.partition.blocks_of if mesh.tensor > 1 and self.config.sequence else ():
+            divide_sequence([self.blocks[number] for number in numbers], groups["tensor"])
+        self.partial = self.partition.partial  # while its model has the parameters that it knows
+        cuts = [self.partition.cuts.get(p) for p in model.parameters()]
+        with self._mode:
+            replace_tensors(model, self._fake)
+            every = zip(model.parameters(), cuts, strict=True)
+            self.whole = {p: _undivided(p, cut) for p, cut in every}
+        return model
+
+    def _fake(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without values, in the run's memory format.
+
+        torch 2.13 cannot convert a module of fake tensors.
+        """
+        is_image = self.config.channels_last and tensor.dim() == 4
+        made = torch.empty(
+            tensor.shape,
+            dtype=tensor.dtype,
+            memory_format=torch.channels_last if is_image else torch.contiguous_format,
+        )
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))  # such as a mark for the optimizer
+        return made
+
+
+def _undivided(part: nn.Parameter, cut: MatrixPart | None) -> nn.Parameter:
+    if cut is None:
+        return part
+    return nn.Parameter(torch.empty(cut.shape, dtype=part.dtype), part.requires_grad)
+
 
 NUM_READ = 2  # examples that are really read, for the shapes of a micro-batch
 
 
 class SharedParts:
-    """The parts that trials of one run with different layouts share."""
+    """The parts that trials of one run with different layouts share: fake tensors and data."""
 
     def __init__(self) -> None:
         # a fallback would run an operation on real memory
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._dataset: Any = None
-
-    def open_dataset(self, task: Trainer) -> Any:
-        """Return the training data, which the first trial opens."""
-        if self._dataset is None:
-            task.prepare()
-            self._dataset = build_dataset(task, "train")
-        return self._dataset
+        self.datasets: dict[str, Any] = {}
 
 
-class Trial:
-    """A run as rank 0 of `world` would have it. `notes` are lines to show.
+class Trial(Setup):
+    """The setup of a run as rank 0 of `world` would have it, on this process alone.
 
-    `batches` is the real data, `batch` a micro-batch of fake tensors: these are of `mode`, as those
-    of `model` are. Raises ConfigError where a real start does.
+    `notes` are lines to show. `batches` is the real data, `batch` a micro-batch of fake tensors:
+    these are of `mode`, as those of the model are. Raises ConfigError where a real start does.
     """
 
-    def __init__(self, config: Config, world: World, device: Device | None, kept: SharedParts):
-        self.notes: list[str] = []
+    def __init__(self, config: Config, world: World, device: Device | None, shared: SharedParts):
+        self.mode = shared.mode
         self.device = device
-        self.mode = kept.mode
-        config = self._resolve_precision(config)
-        self._check(config, world)
-        self.mesh = Mesh.of(config.strategy.mesh, world)
-        self.traffic = Traffic(self.mesh)
+        config, notes = _resolve_precision(config, device)
+        _check(config, world, device)
+        self.traffic = Traffic(Mesh.of(config.strategy.mesh, world))
         world = world.with_groups(self.traffic.groups)
         self.task = load_task(config)(config, world)
         self.task.world = world  # hooks that build something place it on the CPU
-        config = self.config
-        self.kind: type[Strategy] = find_strategy(config.strategy)
-        self.precision = Precision(config.strategy.precision, world.device)
-        prepare = build_preparation(self.task, self.precision)
-        self.draws = prepare.draws
-        dataset = kept.open_dataset(self.task)
-        cut = self.kind.cut(config)
-        ranks: Any = SimpleNamespace(heartbeat=None)  # nothing watches this process
-        sampling = find_sampling(self.task, dataset)
-        numbers = (0, self.mesh.data_size)
-        self.batches = Batches(dataset, sampling, config, cut, *numbers, prepare, ranks)
-        if config.data.micro_batch == "auto":
-            self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
-        model = self._build_model()
-        self.task._run = FitResult(model, 0, None)  # hooks may use task.model
-        (few,) = self.batches.of_examples(torch.arange(min(NUM_READ, len(dataset))))
-        blueprint = make_blueprint(self.task, model, self.precision, self.draws, lambda: few[0])
-        if any(is_lazy(p) for p in model.parameters()):
-            with torch.no_grad():
-                call(model.to(self.precision.dtype), few[0])
-        self.batch = self._expand(few)
-        self.model = FakeModel(blueprint, self.mesh, self.mode)
+        super().__init__(self.task, lone_rank(), ["train"], notes, shared.datasets)
+        set_model(self.task, self)
+        self.batch = self._expand(self._few)
 
-    @property
-    def config(self) -> Config:
-        return self.task.config
+    def _build_model(self, task: Task) -> nn.Module:
+        """Build the model without values, also where a rank has them."""
+        if self.config.data.micro_batch == "auto":
+            self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
+        model = make_model(task, True)
+        if model is None or any(is_lazy(p) for p in model.parameters()):
+            model = make_model(task, False)
+            self.notes.append("the model cannot be built without values: it was built on the CPU")
+        assert model is not None
+        return model
+
+    def _build_strategy(self, spec: ModelSpec) -> FakeModel:
+        self.strategy = FakeModel(spec, self.mode)
+        return self.strategy
+
+    def _read_inputs(self) -> Any:
+        return self._few[0]
+
+    @cached_property
+    def _few(self) -> MicroBatch:
+        """A few examples, really read."""
+        (few,) = self.batches.of_examples(torch.arange(min(NUM_READ, len(self.batches.dataset))))
+        return few
 
     @property
     def rows(self) -> int:
         """Rows of the first micro-batch; no other has more."""
         first, last = self.batches.plan.micro_batches(0)[0]
         return last - first
-
-    def _resolve_precision(self, config: Config) -> Config:
-        given = config.strategy.precision
-        if given not in OPEN:
-            return config
-        is_taken = takes_bf16(given, self.device is not None and self.device.is_gpu)
-        here = torch.device("cpu")
-        is_native = "bf16" in self.device.tflops if self.device else is_bf16_native(here)
-        chosen: Any = choose_precision(is_taken and is_native)
-        if is_taken:
-            self.notes.append(f"strategy.precision={given}: planned with {chosen}")
-        strategy = replace(config.strategy, precision=chosen)
-        return replace(config, strategy=strategy)
-
-    def _check(self, config: Config, world: World) -> None:
-        """Run the early checks of a start, on the planned device instead of this machine's."""
-        if config.strategy.devices_per_rank > 1:
-            given = f"strategy.devices_per_rank={config.strategy.devices_per_rank}"
-            raise ConfigError(f"{given}: trainer.plan knows one device per rank; set 1")
-        is_gpu = bool(self.device and self.device.is_gpu)
-        if self.device:
-            self.device.flops_per_s(config.strategy.precision)
-        checked = config
-        if is_gpu and accelerator.carries(config.dist.backend):  # torch may see no GPU here
-            checked = replace(config, dist=replace(config.dist, backend="auto"))
-        device = torch.device("cuda" if is_gpu else "cpu")
-        check_layout(checked, world.with_devices((device,)))
-        check_target(config.optim, "optim", config.packages, Optimizer)
-        try_optimizer(config)
-
-    def _build_model(self) -> nn.Module:
-        model = make_model(self.task, True)
-        if model is None or any(is_lazy(p) for p in model.parameters()):
-            model = make_model(self.task, False)
-            self.notes.append("the model cannot be built without values: it was built on the CPU")
-        assert model is not None
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError("build_model: must return a model with trainable parameters")
-        if self.config.norm_rows is not None:
-            normalize_groups(model, self.config.norm_rows)
-        return model
 
     def _expand(self, few: MicroBatch) -> MicroBatch:
         """Return the examples as fake tensors with the rows of a micro-batch."""
@@ -172,6 +241,33 @@ class Trial:
         num_read = min(NUM_READ, len(self.batches.dataset))
         with self.mode:
             return tree_map_only(torch.Tensor, expand, few)
+
+
+def _resolve_precision(config: Config, device: Device | None) -> tuple[Config, list[str]]:
+    """Return the config with the precision of a start on the device, and a line that names it."""
+    given = config.strategy.precision
+    if given not in OPEN:
+        return config, []
+    is_taken = takes_bf16(given, device is not None and device.is_gpu)
+    is_native = "bf16" in device.tflops if device else is_bf16_native(torch.device("cpu"))
+    chosen: Any = choose_precision(is_taken and is_native)
+    notes = [f"strategy.precision={given}: planned with {chosen}"] if is_taken else []
+    return replace(config, strategy=replace(config.strategy, precision=chosen)), notes
+
+
+def _check(config: Config, world: World, device: Device | None) -> None:
+    """Run the early checks of a start, on the planned device instead of this machine's."""
+    if config.strategy.devices_per_rank > 1:
+        given = f"strategy.devices_per_rank={config.strategy.devices_per_rank}"
+        raise ConfigError(f"{given}: a plan knows one device per rank; set 1")
+    is_gpu = bool(device and device.is_gpu)
+    if device:
+        device.flops_per_s(config.strategy.precision)
+    checked = config
+    if is_gpu and accelerator.carries(config.dist.backend):  # torch may see no GPU here
+        checked = replace(config, dist=replace(config.dist, backend="auto"))
+    check_run(checked, world.with_devices((torch.device("cuda" if is_gpu else "cpu"),)))
+    try_optimizer(config)
 
 
 def place(config: Config, ranks: int, local_ranks: int) -> World:

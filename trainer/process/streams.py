@@ -1,4 +1,7 @@
-"""Standard streams that outlive their terminal: output that cannot be written is dropped."""
+"""Standard streams that outlive their terminal, and tables on them.
+
+Output that cannot be written is dropped.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,22 @@ import select
 import signal
 import stat
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+
+from trainer.errors import visible
 
 WAIT_S = 5.0  # for a reader that does not read; the watcher would take a longer wait for a hang
 NAMES = ("stdin", "stdout", "stderr")
+WIDTH = 500  # columns of a table in a file or a pipe: nearly every line is whole
+# Hugging Face's libraries, which draw bars on stderr; by the variable that hides them at an import
+BARS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": ("transformers.utils.logging", "huggingface_hub.utils"),
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": ("datasets.utils",),
+}
 _limits: list[float] = []  # how long to wait for a reader; empty: without limit
 
 
@@ -177,6 +189,75 @@ def lasting_output() -> Iterator[None]:
                 setattr(sys, name, old)
 
 
+class HidingStream(LastingStream):
+    """Output without texts that name a folder, such as one that is removed at the end."""
+
+    def __init__(self, stream: Any, hidden: str):
+        super().__init__(stream)
+        self._hidden = hidden
+
+    def write(self, text: str) -> int:
+        return len(text) if self._hidden in text else super().write(text)
+
+
+class MutedStream(LastingStream):
+    """Output without what the thread that makes the stream writes; other threads' lines stay."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._muted = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._muted else super().write(text)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide progress bars of Hugging Face's libraries in the block: each rank would draw its own.
+
+    Those that are imported in the block stay without. A variable that the user has set decides.
+    """
+    with ExitStack() as stack:
+        for variable in BARS.keys() - os.environ.keys():
+            os.environ[variable] = "1"
+            stack.callback(os.environ.pop, variable, None)
+            for library in BARS[variable]:
+                if (found := sys.modules.get(library)) is not None:
+                    stack.enter_context(_hidden_bars(found))
+        yield
+
+
+@contextmanager
+def _hidden_bars(library: Any) -> Iterator[None]:
+    is_single = hasattr(library, "is_progress_bar_enabled")  # of transformers and datasets
+    end = "" if is_single else "s"
+    if is_single:
+        is_drawn = library.is_progress_bar_enabled()
+    else:
+        is_drawn = not library.are_progress_bars_disabled()
+    getattr(library, f"disable_progress_bar{end}")()
+    try:
+        yield
+    finally:
+        if is_drawn:
+            getattr(library, f"enable_progress_bar{end}")()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide bars, and what transformers logs; for a caller who says what matters."""
+    logs = sys.modules.get("transformers.utils.logging")
+    before = logs.get_verbosity() if logs else 0
+    if logs:
+        logs.set_verbosity(logs.CRITICAL)
+    try:
+        with without_bars():
+            yield
+    finally:
+        if logs:
+            logs.set_verbosity(before)
+
+
 class SoleDocument:
     """Standard output, kept for one text: all else that is printed goes to standard error."""
 
@@ -203,3 +284,42 @@ class CurrentOutput:
     def __getattr__(self, name: str) -> Any:
         stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
         return getattr(LastingStream(stream), name)
+
+
+def build_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Sequence[str] = (),
+    styles: Mapping[str, Mapping[str, str]] | None = None,
+    **options: Any,
+) -> Any:
+    """Return a table of rich that shows each text as it is, with control characters escaped.
+
+    `numbers`: columns that are aligned on the right; `styles[column][text]`: style of a cell;
+    `options`: more arguments of rich's Table.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", **options)
+    for column in columns:
+        side: Any = "right" if column in numbers else "left"
+        table.add_column(Text(visible(column)), justify=side)
+    own = [(styles or {}).get(column, {}) for column in columns]
+    for row in rows:
+        cells = zip(row, own, strict=False)  # the last columns of a row may be empty
+        table.add_row(*(Text(visible(text), known.get(text, "")) for text, known in cells))
+    return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> None:
+    """Print a table with the options of `build_table`."""
+    from rich.console import Console
+
+    Console(width=width_of(sys.stdout)).print(build_table(columns, rows, **options))
+    sys.stdout.flush()
+
+
+def width_of(stream: Any) -> int | None:
+    """Return the width of a table: None for that of the terminal."""
+    return None if stream.isatty() else WIDTH

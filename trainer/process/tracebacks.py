@@ -49,7 +49,7 @@ def _open_plain(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def share(error: BaseException, failure: Failure) -> None:
+def set_failure(error: BaseException, failure: Failure) -> None:
     """Note whether this rank shows an exception."""
     setattr(error, _FAILURE, failure)
 

@@ -1,50 +1,187 @@
-"""`python -m trainer.prove A B`: prove that two commands train the same, whatever they run."""
+"""`python -m trainer.prove`: test whether a task, or two commands, learn the same in any layout."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.cli import JSON, answer, run
-from trainer.config.hints import suggest
-from trainer.errors import ConfigError
-from trainer.process.ending import end_as_by_interrupt
-from trainer.prove.comparison import PairComparison
+from trainer.config.typed import suggest
+from trainer.errors import ConfigError, visible
+from trainer.pages import Page, Section, Status
+from trainer.pages.charts import Chart, Line, overlay
+from trainer.process.child import continue_in_session, end_as_by_interrupt
+from trainer.process.streams import print_table
+from trainer.prove.comparison import COLUMNS, PairComparison
+from trainer.prove.merging import CommandHistory
 from trainer.prove.notes import find_notes
-from trainer.prove.proof import Bench, prove_pair
-from trainer.prove.resume import prove_resume
-from trainer.prove.table import as_dictionary, show
+from trainer.prove.runner import Bench, prove_pair, prove_resume
 
-HELP = """usage: python -m trainer.prove 'COMMAND A' 'COMMAND B' [steps=20] [dtype=auto|fp64|native]
+HEADER = ("command", "ranks", *COLUMNS, "result")
+
+
+def show(found: PairComparison) -> None:
+    """Print the table, what differs and why, and the overall result."""
+    steps = f"{found.num_steps} steps in {found.bounds.name}"
+    print(f"{steps}; largest relative difference from A")
+    print_table(HEADER, list_rows(found))
+    for line in [*sentences(found), *(f"note: {note}" for note in found.notes)]:
+        print(visible(line))
+    if found.is_same:
+        print("proved: both commands learned the same")
+    else:
+        print(f"NOT the same: {found.result}")
+
+
+def list_rows(found: PairComparison) -> list[list[str]]:
+    """Return the rows of both commands."""
+    shown = [_cell(found, column) for column in COLUMNS]
+    return [
+        [found.one.name, str(found.one.size), *[""] * len(COLUMNS), "reference"],
+        [found.other.name, str(found.other.size), *shown, found.result],
+    ]
+
+
+def _cell(found: PairComparison, column: str) -> str:
+    value = found.worst[column]
+    if column in ("examples", "evaluation"):
+        if column == "evaluation" and not found.is_evaluated:
+            return "-"
+        return "differ" if value else "same"
+    return _digits(value)
+
+
+def _digits(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}"
+
+
+def sentences(found: PairComparison) -> list[str]:
+    """Return two lines for each difference: where it is, and its likely reason."""
+    lines = []
+    for each in found.deviations:
+        is_before = each.kind in ("evaluation", "initial weights", "steps", "ranks")
+        number = found.number_of(each.place)
+        when = "" if is_before else f"step {number}: "
+        lines.append(f"{when}{each.where}")
+        if each.reason:
+            lines.append(f"  likely reason: {each.reason}")
+    return lines
+
+
+def as_dictionary(found: PairComparison) -> dict[str, Any]:
+    """Return the result for --json."""
+    return {
+        "is_same": found.is_same,
+        "steps": found.num_steps,
+        "arithmetic": found.bounds.name,
+        "commands": {each.name: each.command for each in (found.one, found.other)},
+        "ranks": {each.name: each.size for each in (found.one, found.other)},
+        "largest_difference": found.worst,
+        "differences": [
+            {
+                "kind": each.kind,
+                "step": found.number_of(each.place),
+                "what": each.where,
+                "reason": each.reason,
+            }
+            for each in found.deviations
+        ],
+        "notes": found.notes,
+    }
+
+
+def write_page(found: PairComparison, folder: Path) -> Path:
+    """Write report.html to the folder. Raises ConfigError without the extra `report`."""
+    pair = (found.one, found.other)
+    about = f"{found.num_steps} steps in {found.bounds.name}"
+    state = ("good", "the same") if found.is_same else ("bad", "not the same")
+    lead = " and ".join(each.command for each in pair)
+    page = Page("Two commands", lead, [Status(*state, about)])
+    page.add(Section("Differences", sentences(found)))
+    page.add(Section("Largest relative differences", columns=HEADER, rows=list_rows(found)))
+    kinds = ("losses", "gradients", "weights")
+    steps = [
+        [str(found.number_of(place)), *(_digits(values[kind]) for kind in kinds)]
+        for place, values in enumerate(found.by_step)
+    ]
+    page.add(Section("Differences by step", columns=("step", *kinds), rows=steps, is_folded=True))
+    page.add(Section("Notes", found.notes))
+    curves = {number: _losses(each) for number, each in enumerate(pair)}
+    widths, note = overlay(curves)
+    lines = [Line(pair[n].name, curve, n, widths[n]) for n, curve in curves.items()]
+    page.add_charts([Chart("loss", lines, note=note, is_large=True)], 1, Section(""))
+    for output in sorted(folder.glob("*/output.txt")):
+        text = output.read_text(encoding="utf-8", errors="replace")
+        page.add(Section(f"Output of {output.parent.name}", text=text[-4000:]))
+    path = folder / "report.html"
+    page.write(path)
+    return path
+
+
+def _losses(history: CommandHistory) -> dict[int, float]:
+    return {place: step.losses["mean"] for place, step in enumerate(history.steps, 1)}
+
+
+HELP = """usage: python -m trainer.prove task=<name> [layouts=ranks-2,ranks-3] [steps=10] [--bits]
+           [key=value ...]
+       python -m trainer.prove task=<name> --resume [kills=3] [seed=0] [key=value ...]
+       python -m trainer.prove 'COMMAND A' 'COMMAND B' [steps=20] [dtype=auto|fp64|native]
            [limit=900] [out=DIR]
        python -m trainer.prove 'COMMAND' --resume 'COMMAND that resumes' [kill=7] ...
 
-Runs two commands that should train the same, such as a script on one and on two ranks, and compares
-each optimizer step: examples, losses, gradients, learning rates, weights and evaluation. The script
-is not changed and may use any framework on PyTorch. For the first difference it prints the step,
-what differs and the likely reason.
---resume kills COMMAND after `kill` steps, resumes, and compares with a run that was not killed.
-{dir} in a command becomes a new folder; a run and its resume have the same.
+  python -m trainer.prove task=cifar                       a task in all layouts
+  python -m trainer.prove task=cifar --resume              a task that is killed and resumed
+  python -m trainer.prove 'python train.py' 'torchrun --nproc_per_node=2 train.py'
 
-steps  optimizer steps to compare; the processes end after them
-dtype  fp64 makes rounding tiny, and is used if the script can be run in it (auto); otherwise the
-       effect of rounding is measured by a repeat of A
-limit  seconds that a command may take
-out    folder for a page, the records and the output of the commands
-Exit codes: 0 the same, 1 a difference was found, 2 bad usage or a command failed."""
+A task: trains it for a few steps on one rank and in each layout, with real processes, in fp64 and
+in its own precision. Compares the examples used, losses, first gradients, weights and evaluation.
+If they differ, it prints the first tensor that does and the likely reason. --bits trains with
+strategy=exact and requires equal bits. --resume kills a run at random steps and ranks and resumes
+it: the same number of ranks must reach the same bits, others the same results up to rounding.
+  layouts  {layouts}
+           ranks-<n> for any n; by default all of these (with --bits those that change the number of
+           ranks or workers)
+
+Two commands that should train the same, such as a script on one and on two ranks: compares
+examples, losses, gradients, learning rates, weights and evaluation at every optimizer step. The
+script is not modified and may use any framework on PyTorch. If they differ, it prints the first
+step that does, what differs and the likely reason. --resume kills COMMAND after `kill` steps,
+resumes, and compares with a run that was not killed. {{dir}} in a command becomes a new folder, the
+same for both of these.
+  steps    optimizer steps to compare; the processes end after them
+  dtype    auto uses fp64, which makes rounding tiny, if the script runs in it; otherwise
+           a second run of A measures the effect of rounding
+  limit    seconds that a command may take
+  out      folder for a page, the records and the output of the commands
+
+Exit codes: 0 proved, 1 a difference was found or nothing was learned, 2 invalid arguments, or a
+command failed; 130 interrupted."""
 
 WORDS = {"steps": "20", "dtype": "auto", "limit": "900", "kill": "7", "out": ""}
+IS_TASK = re.compile(r"[+]{0,2}(task(\.trainer)?|run\.resume)=\S*$")  # a command has spaces
 DTYPES = ("auto", "fp64", "native")
 
 
 def main(arguments: Sequence[str]) -> int:
+    if any(IS_TASK.match(word) for word in arguments):
+        return _prove_task(arguments)
+    end_as_by_interrupt()
     found = prove(arguments)
     result = "same" if found.is_same else "not the same"
     return answer(int(not found.is_same), result, as_dictionary(found), lambda: show(found))
+
+
+def _prove_task(arguments: Sequence[str]) -> int:
+    folder = continue_in_session("lockstep-verify-")  # before torch starts threads
+    from trainer.verify.command import verify
+
+    return verify(arguments, folder)
 
 
 def prove(arguments: Sequence[str]) -> PairComparison:
@@ -94,7 +231,6 @@ def make_folder(out: str) -> Path:
 
 def _write_page(found: PairComparison, folder: Path) -> None:
     """Write the page; a result is not lost because that fails."""
-    from trainer.prove.page import write_page  # loads torch, which takes a second or two
 
     try:
         _tell(f"written: {write_page(found, folder)}")
@@ -123,8 +259,8 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             near = suggest(word.lstrip("-"), (JSON[2:], "resume"), "--")
             raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
-        advice = "give two commands, each in quotes"
-        raise ConfigError(f"{len(commands)} commands: {advice} (python -m trainer.prove --help)")
+        raise ConfigError(f"""{len(commands)} commands:
+            give task=<name>, or two commands, each in quotes (python -m trainer.prove --help)""")
     if words["dtype"] not in DTYPES:
         raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPES)}")
     return words, commands
@@ -137,6 +273,11 @@ def _read_integer(words: dict[str, str], name: str) -> int:
     return int(word)
 
 
+def _describe(_: Sequence[str]) -> str:
+    from trainer.verify.layouts import LAYOUTS
+
+    return HELP.format(layouts=", ".join(LAYOUTS))
+
+
 if __name__ == "__main__":
-    end_as_by_interrupt()
-    run(main, HELP)
+    run(main, _describe)

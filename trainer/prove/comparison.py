@@ -9,19 +9,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.prove.bounds import (
+from trainer.prove.merging import (
+    CommandHistory,
+    Step,
+    distance,
+    evaluations,
+    pair_evaluations,
+    rename,
+)
+from trainer.prove.rounding import (
     JUMP,
     PARTLY_FP32,
     Bounds,
     compare_tensors,
     differences,
-    relative,
+    find_precision,
     relative_norm,
 )
-from trainer.prove.evaluated_examples import evaluations, pair_evaluations
-from trainer.prove.history import rename_keys
-from trainer.prove.merging import CommandHistory, Step, distance
-from trainer.prove.precision import find_precision
+from trainer.same import FP64, relative
 
 COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
 # What explains a difference if it begins in an earlier step, and what also in the same one.
@@ -55,7 +60,6 @@ NUMBERS = (
     "steps",
     "ranks",
 )
-RATE_BOUND = 1e-9
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
 AMPLIFIED = 4.0  # for the error of sketches
 REST = "tensors that no optimizer has (an EMA, a frozen model, buffers)"
@@ -80,6 +84,7 @@ class PairComparison:
     bounds: Bounds
     num_steps: int
     worst: dict[str, float] = field(default_factory=dict)
+    by_step: list[dict[str, float]] = field(default_factory=list)  # losses, gradients, weights
     deviations: list[Deviation] = field(default_factory=list)
     harmless: list[Deviation] = field(default_factory=list)  # examples, though all numbers agree
     notes: list[str] = field(default_factory=list)
@@ -148,24 +153,6 @@ def _is_consequence(deviation: Deviation, others: Sequence[Deviation]) -> bool:
     )
 
 
-def rename(one: CommandHistory, other: CommandHistory) -> None:
-    """Give the parameters of the other command the names of the first, where the order tells.
-
-    A script may hold its model in another module on one layout.
-    """
-    for number, about in one.ranks[0].optimizers.items():
-        theirs = other.ranks[0].optimizers.get(number)
-        if theirs is None or set(about["names"]) == set(theirs["names"]):
-            continue
-        if about["shapes"] != theirs["shapes"]:
-            continue
-        names = dict(zip(theirs["names"], about["names"], strict=True))
-        for step in other.steps:
-            if step.ranks[0].optimizer == number:
-                step.rename(names)
-        rename_keys(other.initial[number].whole, names)
-
-
 def _compare_initial(found: PairComparison) -> Deviation | None:
     bounds = found.bounds
     bound = max(bounds.least, SPREAD_BOUND if bounds.noise else 0.0)
@@ -224,6 +211,7 @@ def _compare_numbers(found: PairComparison) -> Deviation | None:
     first = _compare_members(found)
     for place, (one, other) in enumerate(_pairs(found)):
         here = differences(one, other, found.bounds)
+        found.by_step.append({kind: value for kind, (value, _) in here.items()})
         for kind, (value, _) in here.items():
             found.worst[kind] = max(found.worst[kind], value)
         if here["losses"][0] < PARTLY_FP32:
@@ -292,7 +280,7 @@ def _compare_rates(found: PairComparison) -> Deviation | None:
         for name in one.rates.keys() & other.rates.keys():
             value = relative(one.rates[name], other.rates[name])
             found.worst["lr"] = max(found.worst["lr"], value)
-            if value > RATE_BOUND and first is None:
+            if value > FP64 and first is None:
                 rates = f"{one.rates[name]:.6g} and {other.rates[name]:.6g}"
                 first = Deviation("lr", place, f"the learning rates are {rates}")
     return first
@@ -304,7 +292,7 @@ def _compare_replicas(found: PairComparison) -> Deviation | None:
         for place, step in enumerate(history.steps):
             spread = step.weights.spread
             name = max(spread, key=lambda each: spread[each], default="")
-            bound = SPREAD_BOUND if found.bounds.noise else 1e-9
+            bound = SPREAD_BOUND if found.bounds.noise else FP64
             if name and not spread[name] <= bound:
                 where = f"the ranks of {history.name} have different weights: {name}"
                 return Deviation("replicas", place, f"{where} {spread[name]:.0e} apart")

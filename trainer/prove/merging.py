@@ -2,16 +2,129 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from trainer.prove.history import RankHistory, RankStep, Sketch, decode, rename_keys
+Sketch = np.ndarray[Any, np.dtype[np.float64]]
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Examples of one batch of a DataLoader, or of one forward pass if there is none."""
+
+    rows: list[str]
+    index: list[Any] | None
+    weights: dict[str, float]
+    number: int  # of its pass; 0 without a DataLoader
+
+
+@dataclass
+class RankStep:
+    """One optimizer step on one rank. Sketches are in the order of the optimizer's parameters."""
+
+    optimizer: int
+    number: int
+    batches: list[MicroBatch]
+    losses: list[float]
+    backwards: list[Event]
+    forwards: list[Event]
+    gradients: dict[str, Sketch | None]
+    unclipped: dict[str, Sketch | None]
+    clips: list[dict[str, Any]]
+    weights: dict[str, Sketch | None]
+    rates: dict[str, float]
+    random: str
+    rest: Sketch  # sum of the tensors that no optimizer has
+    epsilon: float  # of an optimizer that divides by the size of gradients; 0 without
+    reads: list[float]  # numbers that the script took from tensors since the step before
+    passes: list[dict[str, Sketch]]  # what each backward pass added to the gradients of this step
+    drops: list[int]  # for each zero_grad among them: the number of passes before it
+    settings: dict[str, dict[str, Any]]  # of the optimizer, by parameter
+    modes: Mapping[str, Any]
+    criteria: list[Event]  # calls of loss functions, with the number of their backward pass
+    advances: list[int]  # steps of schedules: for each, the number of backward passes before it
+    frozen: list[str]  # parameters that need no gradient
+    changed: list[str]  # parameters that were changed since the optimizer's step before
+
+    @property
+    def loss(self) -> float:
+        """Return the sum of the losses of all backward passes: the one whose gradient is used."""
+        return sum(self.losses)
+
+    @property
+    def rows(self) -> list[str]:
+        return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def index(self) -> list[Any]:
+        return [place for batch in self.batches for place in batch.index or []]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names."""
+        mappings: list[dict[str, Any]] = [self.gradients, self.unclipped, self.weights]
+        for each in (*mappings, self.rates, self.settings, *self.passes):
+            rename_keys(each, names)
+        for named in (self.frozen, self.changed):
+            named[:] = [names.get(name, name) for name in named]
+
+
+def rename_keys(mapping: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give the keys of a mapping other names."""
+    renamed = {names.get(key, key): value for key, value in mapping.items()}
+    mapping.clear()
+    mapping.update(renamed)
+
+
+@dataclass(frozen=True)
+class EvalPass:
+    """A whole pass over a loader without a backward pass; `after` is the number of steps before."""
+
+    number: int
+    after: int
+    size: int | None  # of the dataset
+    rows: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankHistory:
+    """Everything that one process recorded."""
+
+    rank: int
+    world_size: int
+    steps: list[RankStep] = field(default_factory=list)
+    optimizers: dict[int, Event] = field(default_factory=dict)
+    passes: dict[int, Event] = field(default_factory=dict)
+    orders: dict[int, list[str]] = field(default_factory=dict)  # training examples by pass
+    evaluations: list[EvalPass] = field(default_factory=list)
+    gathers: set[int] = field(default_factory=set)  # evaluations without repeated examples
+    errors: list[str] = field(default_factory=list)
+    saves: list[str] = field(default_factory=list)
+    files: dict[str, bool] = field(default_factory=dict)  # is the first use of it a write?
+    written: set[str] = field(default_factory=set)
+    num_rest: int | None = None  # elements of the tensors that no optimizer has, at first
+    num_begun: int = 0  # steps, with one that has a backward pass and no end
+    is_averaging: bool = False  # the script has a collective of small tensors or objects
+    time: float = 0.0
+    seconds: float = 0.0
+    recording: float = 0.0
+    num_bytes: int = 0
+
+
+def decode(names: Sequence[str], texts: Sequence[str | None]) -> dict[str, Sketch | None]:
+    """Return the sketches by name; None where a parameter has no gradient."""
+    return {
+        name: None if text is None else np.frombuffer(base64.b64decode(text))
+        for name, text in zip(names, texts, strict=True)
+    }
+
 
 Sketches = dict[str, Sketch]
 NUM = 16  # sums of a sketch, as in recorder/sketches.py
@@ -132,7 +245,7 @@ class CommandHistory:
         steps = [_merge_step([rank.steps[i] for rank in ranks], parts) for i in range(num_steps)]
         initial = {}
         for number in ranks[0].optimizers:
-            tensors = [_first_weights(rank, number) for rank in ranks]
+            tensors = [first_weights(rank, number) for rank in ranks]
             initial[number] = _merge(tensors, parts.get(number, {}))
         return cls(name, command, ranks, steps, initial, ranks[0].world_size)
 
@@ -162,7 +275,8 @@ class CommandHistory:
         return sorted({value for values in notes for value in values})
 
 
-def _first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:
+def first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:
+    """Return the weights of an optimizer before its first step."""
     about = rank.optimizers.get(number)
     return decode(about["names"], about["weights"]) if about else {}
 
@@ -226,3 +340,67 @@ def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, A
         worst = max(apart)
         spread[name] = worst / size if size else worst
     return Merged(whole, spread, missing)
+
+
+def pair_evaluations(
+    ours: Mapping[int, object], theirs: Mapping[int, object]
+) -> list[tuple[int, int]]:
+    """Return pairs of evaluations: after the same step, or else the first of each, and so on."""
+    shared = sorted(ours.keys() & theirs.keys())
+    if shared:
+        return [(after, after) for after in shared]
+    return list(zip(sorted(ours), sorted(theirs), strict=False))
+
+
+def evaluations(history: CommandHistory) -> dict[int, Counter[str]]:
+    """Return the examples of each evaluation over all ranks, by the number of steps before it.
+
+    A pass that is the same on all ranks counts once: each rank has evaluated everything.
+    """
+    found: dict[int, Counter[str]] = {}
+    afters = {each.after for rank in history.ranks for each in rank.evaluations}
+    for after in afters:
+        total: Counter[str] = Counter()
+        by_rank = [_passes_after(rank, after) for rank in history.ranks]
+        for number in range(max(map(len, by_rank))):
+            rows = [Counter(own[number].rows) for own in by_rank if number < len(own)]
+            is_whole = all(each == rows[0] for each in rows)
+            total += rows[0] if is_whole else sum(rows, Counter())
+        if any(after in rank.gathers for rank in history.ranks):
+            total = _without_repeats(total, by_rank)
+        found[after] = total
+    return found
+
+
+def _passes_after(rank: RankHistory, after: int) -> list[EvalPass]:
+    return [each for each in rank.evaluations if each.after == after]
+
+
+def _without_repeats(total: Counter[str], by_rank: Sequence[Sequence[EvalPass]]) -> Counter[str]:
+    """Return the examples without those with which Accelerate filled the last batches."""
+    sizes = [each.size for own in by_rank for each in own[:1]]
+    repeats = sum(total.values()) - (sizes[0] or 0) if sizes else 0
+    kept = Counter(total)
+    for row, count in total.items():
+        while repeats > 0 and kept[row] > 1 and count > 1:
+            kept[row] -= 1
+            repeats -= 1
+    return kept
+
+
+def rename(one: CommandHistory, other: CommandHistory) -> None:
+    """Give the parameters of the other command the names of the first, where the order tells.
+
+    A script may hold its model in another module on one layout.
+    """
+    for number, about in one.ranks[0].optimizers.items():
+        theirs = other.ranks[0].optimizers.get(number)
+        if theirs is None or set(about["names"]) == set(theirs["names"]):
+            continue
+        if about["shapes"] != theirs["shapes"]:
+            continue
+        names = dict(zip(theirs["names"], about["names"], strict=True))
+        for step in other.steps:
+            if step.ranks[0].optimizer == number:
+                step.rename(names)
+        rename_keys(other.initial[number].whole, names)

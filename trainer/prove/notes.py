@@ -1,4 +1,4 @@
-"""Notes: what is worth knowing of the commands, although it does not make them differ."""
+"""Notes on two commands: mistakes that both share, steps that prove little, and the recording."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 
 import numpy as np
 
-from trainer.prove.bounds import relative
 from trainer.prove.comparison import REST, PairComparison, rest_apart
 from trainer.prove.merging import CommandHistory, Step
-from trainer.prove.precision import name_unjudged
 from trainer.prove.reasons.example_reasons import name_repeated, repeats_order
 from trainer.prove.reasons.gradient_reasons import BY_SCALE
+from trainer.prove.rounding import name_unjudged
+from trainer.same import relative
 
 
 def find_notes(found: PairComparison) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs of the user's commands, with the recorder in every Python process that they start."""
+"""Runs of the user's commands with the recorder, also killed and resumed, and their comparison."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.errors import ConfigError, shortened, visible
-from trainer.prove.rank_reading import find_records
+from trainer.errors import ConfigError, counted, shortened, visible
+from trainer.process.child import end, read_end, start
+from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
+from trainer.prove.merging import CommandHistory, RankHistory
+from trainer.prove.rank_reading import find_records, open_histories
+from trainer.prove.reasons import explain, explain_resume, find_partly_restored
+from trainer.prove.rounding import Bounds, compare_tensors, measure
 
-STARTUP = Path(__file__).with_name("startup")
+STARTUP = Path(__file__).with_name("injected")
 VARIABLE = "LOCKSTEP_PROVE"
 KILLED = "killed"  # file that the recorder makes at the step of the kill
 LOADED = "loaded"  # file of the recorder, made as it is loaded
@@ -27,7 +31,6 @@ TRACEBACK_LINES = 24
 PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # the shell takes it as it is, in quotes or not
 FLAGS = r"[abd-ln-zA-Z]"  # -c and -m end Python's own
 ISOLATED = re.compile(rf"\bpython[\d.]*(\s+-[XW]\s*\S+|\s+-{FLAGS}+)*?\s+-{FLAGS}*[IES]")
-MOST_BYTES = 1 << 18  # of its output that are read for them
 AGENT = re.compile(r"^[WE]\d{4} \S+ \d+ torch/distributed/elastic/multiprocessing/api", re.M)
 GRACE_S = 5.0  # for the processes of a command that is ended
 SILENCE_S = 60.0  # after the end of a rank, while others neither print nor record: they wait for it
@@ -100,9 +103,9 @@ class CommandRun:
         errors = sorted(self.folder.glob("error-*.txt"))
         of_ranks = [each for each in errors if not each.stem.endswith("-launcher")]
         if errors:
-            text = _read_end((of_ranks or errors)[0])
+            text = read_end((of_ranks or errors)[0])
             return _shorten(text.splitlines()[-TRACEBACK_LINES:])
-        text = _read_end(self.folder / "output.txt")
+        text = read_end(self.folder / "output.txt")
         text = re.split(AGENT, text, maxsplit=1)[0] or text
         return _shorten(text.splitlines()[-SHOWN_LINES:])
 
@@ -130,18 +133,6 @@ class CommandRun:
             return f"no Python process of it loaded the recorder: {why}; run it without that"
         why = "in a Python process that keeps PYTHONPATH (no -I, -E or -S, no cleared environment)"
         return f"must step an optimizer of torch.optim, {why}; read its last lines above"
-
-
-def _read_end(path: Path) -> str:
-    """Return the end of a file, or "" if it is gone or no plain file."""
-    try:
-        if not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _shorten(lines: Sequence[str]) -> str:
@@ -179,30 +170,30 @@ def run_command(
     folder.mkdir(parents=True)
     work.mkdir(exist_ok=True)
     stopped = ""
+    mark = json.dumps(str(folder.absolute())).encode()  # in the environment of its processes
     with plain_path(work) as place, (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603  # the user's own command
+        process = start(
             ["/bin/sh", "-c", command.replace("{dir}", place)],
             env=recording.variables(folder.absolute()),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         try:
             stopped = _wait(process, folder, limit_s)
         finally:
-            _end(process, folder)
+            end(process, GRACE_S, mark, is_asked=not (folder / KILLED).exists())
     return CommandRun(command, folder, process.returncode, stopped, find_records(folder))
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str:
     """Wait until a command ends, comes to its kill, or must be ended; return why it must be."""
-    end = time.monotonic() + limit_s
+    limit = time.monotonic() + limit_s
     while not (folder / KILLED).exists():
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
             return ""
-        if time.monotonic() > end:
+        if time.monotonic() > limit:
             return f"did not end within {limit_s:.0f} s"
         if not folder.is_dir():
             return "deleted the folder of its records"
@@ -221,35 +212,144 @@ def _last_change(folder: Path) -> float:
     return max(times)
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End all processes of a command, with time for its launcher unless it is to be killed.
+@dataclass
+class Bench:
+    """Where commands are run: `folder` of the records, number of steps, limit for a command."""
 
-    Ranks of torchrun are in sessions of their own, so processes are found by their environment.
+    folder: Path
+    steps: int
+    dtype: str  # auto, fp64 or native
+    limit_s: float
+    tell: Callable[[str], None]
+    begun: float = field(default_factory=time.time)
+
+    def run(
+        self,
+        name: str,
+        command: str,
+        dtype: str,
+        is_perturbed: bool = False,
+        work: Path | None = None,
+        kill: int | None = None,
+    ) -> CommandRun:
+        """Run a command and return how it ended; `work` is {dir} in it, `kill` a step."""
+        self.tell(f"running {name} in {dtype}: {command}")
+        recording = Recording(self.steps, dtype, kill, is_perturbed, self.begun)
+        place = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
+        work = work or place.with_name(f"files-{place.name}")
+        return run_command(command, place, recording, self.limit_s, work)
+
+    def read(self, name: str, done: CommandRun) -> CommandHistory:
+        """Return the history of a run. Raises ConfigError if it failed.
+
+        A run whose ranks made different numbers of steps fails because of that: it is compared.
+        """
+        ranks = open_histories(done.records)
+        if not have_uneven_steps(ranks):
+            done.check()
+        history = CommandHistory.of(name, done.command, ranks)
+        if (done.code or done.stopped) and not done.is_complete:
+            how = done.stopped or f"failed with code {done.code}"
+            history.note = f"{name} {how} and was ended" if done.stopped else f"{name} {how}"
+            self.tell(f"{done.last_lines()}\n{history.note}; the steps that it made are compared")
+        return history
+
+
+def have_uneven_steps(ranks: Sequence[RankHistory]) -> bool:
+    """Return True if every rank of a command has records, and they began other numbers of steps."""
+    lengths = {rank.num_begun for rank in ranks}
+    return len(lengths) > 1 and len(ranks) == ranks[0].world_size
+
+
+def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
+    """Return how two commands differ."""
+    dtype = "native" if bench.dtype == "native" else "fp64"
+    done = bench.run("A", first, dtype)
+    can_retry = bench.dtype == "auto"
+    if can_retry and done.has_failed and done.code:
+        return prove_pair(_native(bench, "A"), first, second)
+    one = bench.read("A", done)
+    other_run = bench.run("B", second, dtype)
+    is_uneven = have_uneven_steps(open_histories(other_run.records))
+    if other_run.has_failed and other_run.code and not is_uneven and can_retry:
+        return prove_pair(_native(bench, "B"), first, second)
+    other = bench.read("B", other_run)
+    bounds = find_bounds(bench, one, dtype)
+    return explain(compare(one, other, bounds))
+
+
+def _native(bench: Bench, name: str) -> Bench:
+    bench.tell(f"{name} fails in fp64, so the script's own precision is used")
+    return replace(bench, dtype="native")
+
+
+def find_bounds(bench: Bench, one: CommandHistory, dtype: str) -> Bounds:
+    """Return the bounds of rounding: known in fp64, otherwise measured by a repeat of A."""
+    kinds = {k for rank in one.ranks for a in rank.optimizers.values() for k in a["dtypes"]}
+    losses = {b["dtype"] for r in one.ranks for s in r.steps for b in s.backwards}
+    if dtype == "fp64" and kinds | losses <= {"torch.float64"}:
+        return Bounds()
+    repeat = bench.run("A again", one.command, dtype, is_perturbed=True)
+    return measure(one, bench.read("A again", repeat))
+
+
+def prove_resume(bench: Bench, command: str, resume: str, kill: int) -> PairComparison:
+    """Return how a resumed run differs from one that was not killed.
+
+    The killed run comes first, so that it finds no checkpoint of the reference.
     """
-    try:
-        if process.poll() is None and not (folder / KILLED).exists():
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        end = time.monotonic() + GRACE_S
-        while (left := _find_processes(folder)) and time.monotonic() < end:
-            for each in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
-            time.sleep(0.01)
-        process.wait()
+    dtype = "native" if bench.dtype == "native" else "fp64"
+    work = bench.folder.absolute() / "files-killed"
+    killed = bench.run("A killed", command, dtype, work=work, kill=kill)
+    if killed.has_failed and not killed.is_killed and bench.dtype == "auto":
+        dtype = "native"
+        killed = bench.run("A killed", command, dtype, work=work, kill=kill)
+    if not killed.is_killed:
+        killed.check()
+        bench.tell(killed.last_lines())
+        what = f"{killed.stopped or 'ended with code 0'} before {counted(kill, 'step')} were made"
+        raise ConfigError(f"{command}: {what}; give kill=STEP, or limit=SECONDS")
+    resumed = bench.read("resumed", bench.run("A resumed", resume, dtype, work=work))
+    one = bench.read("A", bench.run("A", command, dtype, work=work.with_name("files")))
+    bounds = find_bounds(bench, one, dtype)
+    return _align(one, resumed, bounds, kill, killed)
 
 
-def _find_processes(folder: Path) -> list[int]:
-    """Return the processes that record in a folder; none where there is no /proc."""
-    mark = json.dumps(str(folder.absolute())).encode()
-    found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in place.read_bytes():
-                found.append(int(place.parent.name))
+def _align(
+    one: CommandHistory, resumed: CommandHistory, bounds: Bounds, kill: int, killed: CommandRun
+) -> PairComparison:
+    """Compare from the step on whose weights the resumed run has at its start."""
+    begun = CommandHistory.of("killed", killed.command, open_histories(killed.records))
+    first = one.initial[0]
+    if compare_tensors(first, begun.initial[0], bounds.weight_floor)[0] > max(bounds.least, 1e-6):
+        what = "starts with other weights each time, or found a checkpoint of another run"
+        advice = "set its seed, and give it {dir} as the folder of its checkpoints"
+        raise ConfigError(f"{one.command}: {what}; {advice}")
+    states = [first, *(step.weights for step in one.steps[: kill + 1])]
+    apart = [compare_tensors(each, resumed.initial[0], bounds.weight_floor)[0] for each in states]
+    place = min(range(len(apart)), key=lambda each: apart[each])
+    is_whole = not apart[place] > max(bounds.least, 1e-6 if bounds.noise else 0.0)
+    partly = None if is_whole else find_partly_restored(one, resumed, kill, bounds.least)
+    place = partly.place if partly else place
+    reference = replace(one, steps=one.steps[place:], initial={**one.initial, 0: states[place]})
+    found = compare(reference, resumed, bounds)
+    found.worst["evaluation"] = 0.0
+    found.deviations = [
+        replace(each, reason=explain_resume(found, each, one, place))
+        for each in found.deviations
+        if each.kind not in ("evaluation", "steps")
+    ]
+    if partly:
+        found.deviations = [partly]
+    elif not is_whole:
+        where = f"the weights at the resume are those of no step (nearest: after step {place})"
+        found.deviations = [Deviation("initial weights", 0, where, "they are not all restored")]
+    elif place == 0:
+        where = "the resumed command starts with the first weights"
+        found.deviations = [Deviation("initial weights", 0, where, "no checkpoint was loaded")]
+    else:
+        repeats = f"; {counted(kill - place, 'step')} repeated" if place < kill else ""
+        found.notes.append(f"killed after step {kill}, resumed after step {place}{repeats}")
+        if f"rank 0 of {resumed.name}" in rest_apart(found, 0) and not found.deviations:
+            found.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
     return found

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 import trainer
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
-from trainer.data import content
-from trainer.data.sampling.base import Sampling
-from trainer.data.sampling.saved import digest_of
+from trainer.data import ledger
+from trainer.data.sampling import Sampling
+from trainer.data.sampling.mixture import digest_of
 from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, counted
@@ -71,7 +71,7 @@ def of_data(
     for split, data in datasets.items():
         facts[split] = {"length": len(data), "digest": getattr(data, "digest", "")}
         if reads:
-            facts[split]["content"] = content.describe(data)
+            facts[split]["content"] = ledger.describe(data)
         if split == "train":
             facts[split] |= {"size": sampling.size, "sampling": digest_of(sampling)}
     return facts
@@ -96,13 +96,13 @@ def check_data(
         for name in ("length", "digest", "size", "sampling"):
             own = current[split].get(name)
             if name in saved[split] and own != (value := saved[split][name]):
-                had = f"the {split} data has {name} {own}, the run to resume had {value}"
-                raise CheckpointError(f"{had}: {advice}")
+                raise CheckpointError(f"""the {split} data has {name} {own},
+                    the run to resume had {value}: {advice}""")
         before = saved[split].get("content")
-        if changed := content.find_changes(before, current[split].get("content")):
-            places = f"{', '.join(changed[:4])} of {counted(len(before or ()), 'place')} compared"
-            had = f"the {split} data has other content than the run to resume had ({places})"
-            raise CheckpointError(f"{had}: {advice}")
+        if changed := ledger.find_changes(before, current[split].get("content")):
+            raise CheckpointError(f"""the {split} data has other content than the run to resume
+                had ({", ".join(changed[:4])} of {counted(len(before or ()), "place")} compared):
+                {advice}""")
 
 
 def list_unsteady(current: Mapping[str, Mapping[str, Any]]) -> list[str]:

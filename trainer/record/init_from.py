@@ -1,4 +1,4 @@
-"""Weights that a run starts from: of a run, of a checkpoint, or of a file."""
+"""Initial weights of a run, from another run, a checkpoint or a file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoints.packing import check_stored
-from trainer.checkpoints.reading import Content, MemoryTensors, share
-from trainer.checkpoints.state import read_on_all_ranks
+from trainer.checkpoints import resume
+from trainer.checkpoints.reading import (
+    Content,
+    MemoryTensors,
+    Restoration,
+    read_on_all_ranks,
+    tell_content,
+)
+from trainer.checkpoints.tensor_files import check_stored
+from trainer.config.bucket import is_address
 from trainer.config.schema import Config
 from trainer.distributed.group import Group
+from trainer.engine.context import Parts
 from trainer.engine.engine import Engine
+from trainer.engine.training_state import BuiltFacts, find_other_base
 from trainer.errors import ConfigError, counted, one_line
-from trainer.record import resume
-from trainer.strategy.shards import TensorSource, tensors_of
+from trainer.strategy.tensor_shards import TensorSource, tensors_of
 
 KEY = "run.init_from"
 FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -31,11 +39,14 @@ MOST_NAMED = 4
 
 def check(config: Config) -> None:
     """Raise ConfigError unless there is a run, a checkpoint or a file of weights."""
+    if is_address(config.run.init_from):
+        resume.newest_in(KEY, config.run.init_from or "")
+        return
     path = Path(config.folder, config.run.init_from or "")
     if not path.is_dir() and (path.suffix not in FILES or not path.exists()):
         what = "is no file of tensors" if path.exists() else "is not there"
-        allowed = f"give a run, a checkpoint or a file {', '.join(FILES)}"
-        raise ConfigError(f"{KEY}={config.run.init_from}: {what}; {allowed}")
+        raise ConfigError(f"""{KEY}={config.run.init_from}: {what};
+            give a run, a checkpoint or a file {", ".join(FILES)}""")
     if not path.is_file():
         resume.find_checkpoint(config, config.run.init_from, KEY)
 
@@ -44,13 +55,15 @@ def check(config: Config) -> None:
 class MatchingTensors:
     """Those tensors of a source that have the name and shape of one of the model.
 
-    It is a Source. `shapes_here` are those of the model's tensors, `names` maps names of the model
-    to names of the source.
+    It is a Source. `shapes_here` are those of the model's tensors. `left_out` has the facts of
+    tensors that a checkpoint does not hold, and `frozen` those that the model has too.
     """
 
     sources: Sequence[TensorSource]
+    left_out: BuiltFacts
     shapes_here: Mapping[str, tuple[int, ...]]
     prefix: str = ""
+    frozen: BuiltFacts = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)  # the number of their source
     reshaped: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -59,12 +72,21 @@ class MatchingTensors:
         for number, source in enumerate(self.sources):
             for name, shape in source.shapes().items():
                 own = name.removeprefix(self.prefix)
-                if own not in self.shapes_here:
-                    self.unexpected.append(name)
-                elif tuple(shape) == self.shapes_here[own]:
+                if self._fits(name, own, shape):
                     self.loaded[own] = number
-                else:
-                    self.reshaped.append(f"{own} {tuple(shape)}, here {self.shapes_here[own]}")
+        for name, facts in self.left_out.items():
+            own = name.removeprefix(self.prefix)
+            if self._fits(name, own, facts[1]):
+                self.frozen[own] = facts
+
+    def _fits(self, name: str, own: str, shape: Sequence[int]) -> bool:
+        if own not in self.shapes_here:
+            self.unexpected.append(name)
+            return False
+        if tuple(shape) != self.shapes_here[own]:
+            self.reshaped.append(f"{own} {tuple(shape)}, here {self.shapes_here[own]}")
+            return False
+        return True
 
     def _place(self, name: str) -> tuple[TensorSource, str]:
         source = self.sources[self.loaded[name]]
@@ -82,15 +104,26 @@ class MatchingTensors:
         source.skip(there)
 
 
-def start_from(config: Config, engine: Engine, group: Group) -> list[str]:
+def start_from(config: Config, engine: Engine, parts: Parts) -> list[str]:
     """Start from the weights of `run.init_from`, if there are any; return a report.
 
-    What does not fit the model is left as it is. A collective. Raises ConfigError if nothing fits.
+    What does not fit the model is left as it is. A collective. Raises ConfigError if nothing fits,
+    or if a checkpoint leaves out weights that are different here.
     """
     if config.run.init_from is None:
         return []
-    source, report = _find(config, tensors_of(engine.tensors.structure), group)
-    engine.initialise(source)
+    group = parts.ranks.group
+    model = tensors_of(engine.strategy.tensors.structure)
+    sources, left_out, restored = _open(config, model, group)
+    source, report = _match(config, model, sources, left_out)
+    others = find_other_base(source.frozen, parts.frozen, engine.strategy.tensors, group)
+    for name, how in others.items():
+        raise ConfigError(f"""{KEY}={config.run.init_from}: its checkpoint does not hold {name},
+            which did not train: it was {how}; give its base to build_model,
+            or a file of all its weights: python -m trainer.use RUN out=FILE.safetensors""")
+    engine.state.initialise(source)
+    if restored is not None:
+        restored.close(group)
     with group.agreed("checking the weights"):
         _check_finite(config, engine, source.loaded)
     return [report]
@@ -98,27 +131,31 @@ def start_from(config: Config, engine: Engine, group: Group) -> list[str]:
 
 def _check_finite(config: Config, engine: Engine, loaded: Container[str]) -> None:
     """Raise ConfigError for a loaded parameter with a value that is not finite."""
-    own = {n: p for n, p in engine.tensors.parameters.items() if n in loaded}
-    parts = {name: engine.tensors.shard_of(parameter).tensor for name, parameter in own.items()}
+    tensors = engine.strategy.tensors
+    own = {name: p for name, p in tensors.parameters.items() if name in loaded}
+    parts = {name: tensors.shard_of(parameter).tensor for name, parameter in own.items()}
     bad = [name for name, part in parts.items() if not torch.isfinite(part).all()]
     if bad:
-        given = f"{KEY}={config.run.init_from}: {_shorten(bad)} has values that are not finite"
-        raise ConfigError(f"{given}: NaN, infinite, or too large for {own[bad[0]].dtype}; fix them")
+        raise ConfigError(f"""{KEY}={config.run.init_from}: {_shorten(bad)} has values
+            that are not finite: NaN, infinite, or too large for {own[bad[0]].dtype}; fix them""")
 
 
-def _find(
-    config: Config, model: Mapping[str, torch.Tensor], group: Group
+def _match(
+    config: Config,
+    model: Mapping[str, torch.Tensor],
+    sources: Sequence[Any],
+    left_out: BuiltFacts,
 ) -> tuple[MatchingTensors, str]:
-    """Return the tensors that fit the model's, and a report. A collective, as reading may be."""
-    sources = _open(config, model, group)
+    """Return the tensors that fit the model's, and a report."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    found = max((MatchingTensors(sources, shapes, prefix) for prefix in ("", *PREFIXES)), key=_fit)
+    prefixes = ("", *PREFIXES)
+    found = max((MatchingTensors(sources, left_out, shapes, p) for p in prefixes), key=_fit)
     given = f"{KEY}={config.run.init_from}"
-    if not found.loaded:
-        theirs = ", ".join([name for source in sources for name in source.shapes()][:MOST_NAMED])
-        ours = ", ".join(list(shapes)[:MOST_NAMED])
-        why = f"none of its tensors fits the model: it has {theirs}, the model {ours}; give others"
-        raise ConfigError(f"{given}: {why}")
+    if not _fit(found):
+        names = [name for source in sources for name in source.shapes()]
+        theirs = ", ".join([*names, *left_out][:MOST_NAMED])
+        raise ConfigError(f"""{given}: none of its tensors fits the model:
+            it has {theirs}, the model {", ".join(list(shapes)[:MOST_NAMED])}; give others""")
     there: dict[Any, int] = {}
     for name, number in found.loaded.items():
         place = id(model[name])
@@ -126,16 +163,20 @@ def _find(
     for name, number in list(found.loaded.items()):
         if number < there[id(model[name])]:  # tied to a name that a later source has
             del found.loaded[name]
-    missing = [name for name, t in model.items() if id(t) not in there]
+    alike = {id(model[name]) for name in found.frozen} - there.keys()
+    missing = [name for name, t in model.items() if id(t) not in there.keys() | alike]
     lost = [name for name in missing if not any(r.startswith(f"{name} ") for r in found.reshaped)]
-    parts = [f"loaded {len(model) - len(missing)} of {counted(len(model), 'tensor')}"]
+    kept = [name for name, tensor in model.items() if id(tensor) in alike]
+    loaded = len(model) - len(missing) - len(kept)
+    parts = [f"loaded {loaded} of {counted(len(model), 'tensor')}"]
+    parts += _list("frozen there and equal as built", kept)
     parts += _list("missing", lost) + _list("unexpected", found.unexpected)
     parts += _list("with a different shape", found.reshaped)
     return found, f"{given}: {'; '.join(parts)}"
 
 
 def _fit(found: MatchingTensors) -> int:
-    return len(found.loaded)
+    return len(found.loaded) + len(found.frozen)
 
 
 def _list(kind: str, names: Sequence[str]) -> list[str]:
@@ -147,8 +188,11 @@ def _shorten(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
-def _open(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> list[Any]:
-    """Return sources, of which a later one replaces tensors of an earlier one. A collective."""
+def _open(
+    config: Config, model: Mapping[str, torch.Tensor], group: Group
+) -> tuple[list[Any], BuiltFacts, Restoration | None]:
+    """Return sources, of which a later one replaces tensors of an earlier one, the facts of those
+    that a checkpoint leaves out, and the checkpoint. A collective."""
     path = Path(config.folder, config.run.init_from or "")
     (is_file,) = group.max(float(group.world.rank == 0 and path.is_file()))
     if is_file:
@@ -158,15 +202,16 @@ def _open(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> li
                 tensors = _read(path, config.run.init_from)
                 plain = _take_plain(tensors, model, f"{KEY}={config.run.init_from}")
                 content = Content({"model": MemoryTensors(plain)}, {})
-        return [share(group, content).sources["model"]]
+        return [tell_content(group, content).sources["model"]], {}, None
 
     def checkpoint() -> tuple[list[Path], bool]:
         return resume.find_checkpoints(resume.find_checkpoint(config, config.run.init_from, KEY))
 
-    restored, _ = read_on_all_ranks(group, checkpoint)
+    restored, _ = read_on_all_ranks(group, checkpoint, has_optimizer=False)
     assert restored is not None
     sources = restored.content.sources
-    return [sources["model"], sources["ema"]]  # evaluation used the averages
+    # evaluation used the averages
+    return [sources["model"], sources["ema"]], restored.manifest.frozen, restored
 
 
 def _take_plain(
@@ -178,12 +223,12 @@ def _take_plain(
         for own in [model[each] for each in names if each in model][:1]:
             kind = _kind_of(tensor) or _misfit(tensor, own.dtype)
             if kind:
-                must = f"must be a plain tensor for the model's {own.dtype}; convert it"
-                raise ConfigError(f"{given}: {name} is {kind}: {must}")
+                raise ConfigError(f"""{given}: {name} is {kind}:
+                    must be a plain tensor for the model's {own.dtype}; convert it""")
     plain = {name: tensor for name, tensor in tensors.items() if not _kind_of(tensor)}
     if not plain:
-        must = "must be tensors by name, such as torch.save(model.state_dict(), path) writes"
-        raise ConfigError(f"{given}: {must}")
+        raise ConfigError(f"""{given}:
+            must be tensors by name, such as torch.save(model.state_dict(), path) writes""")
     return plain
 
 

@@ -1,37 +1,55 @@
-"""The log of a run: what it tells its user at the start, between the steps and at the end."""
+"""The log of a run: its output at the start, between steps and at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property, partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoints.state import TrainState
+from trainer.checkpoints.train_state import TrainState
 from trainer.config.schema import Config
 from trainer.distributed import accelerator
 from trainer.distributed.devices import find_known
 from trainer.distributed.group import Group, most
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World, usable_cores
+from trainer.engine.context import OWN, Parts
+from trainer.engine.deferred_reads import DeferredRead, DeferredReads
 from trainer.engine.engine import Engine
-from trainer.engine.outcome import Later, Reading
+from trainer.engine.evaluation import Evaluator
+from trainer.engine.values import check_named
 from trainer.errors import ConfigError
-from trainer.process.clock import Clock
 from trainer.record import startup
 from trainer.record.startup import STOPPED, Summary
-from trainer.record.trackers.base import Record
+from trainer.record.trackers import SAMPLES, Record
 from trainer.strategy.mesh import Mesh
 
-BLOCKED = 0.2  # of the time, waiting for data
+BLOCKED = 0.1  # of the time, waiting for data
 BLOCKED_S = 0.1  # at least, between two logs
 # The largest of all ranks, in this order
 SLOWEST = ("speed/data_wait", "speed/memory_gb", "speed/reserved_gb")
+
+
+class Clock:
+    """Clock of training time in seconds, without evaluation and saving."""
+
+    def __init__(self) -> None:
+        self._paused = 0.0
+
+    def read(self) -> float:
+        return time.monotonic() - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._paused += time.monotonic() - begun
 
 
 def peak_of(world: World, precision: str) -> float | None:
@@ -45,6 +63,16 @@ def peak_of(world: World, precision: str) -> float | None:
     return peak * world.world_size * len(world.devices) if peak else None
 
 
+def check_texts(hook: str, returned: Any) -> dict[str, str]:
+    """Return what a hook returned as a dict. Raises ConfigError unless it has texts by name."""
+    texts = check_named(f"{hook} returned", returned)
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise ConfigError(f"{hook} returned a value of type {kind} as {name}: must be a text")
+    return texts
+
+
 class RunLog:
     """The lines and numbers of one session of a run, which began at step `first_step`."""
 
@@ -53,6 +81,7 @@ class RunLog:
         config: Config,
         ranks: Ranks,
         record: Record,
+        later: DeferredReads,
         directory: Path,
         first_step: int,
         list_changes: Callable[[], Sequence[str]],
@@ -66,7 +95,7 @@ class RunLog:
         self.directory = directory
         self._config = config
         self._ranks = ranks
-        self._later = Later(partial(ranks.heartbeat.enter, Phase.DEVICE))
+        self._later = later
         self._record = record
         self._clock = Clock()
         self._began_s = self._clock.read()
@@ -89,7 +118,7 @@ class RunLog:
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time of the block as training; record what was logged before it."""
-        self.settle()
+        self.flush()
         return self._clock.paused()
 
     def announce(self, mesh: Mesh, threads: int, built: Sequence[str]) -> None:
@@ -110,30 +139,26 @@ class RunLog:
     def begin(self, engine: Engine, step: int, steps_per_epoch: int) -> None:
         """Record means since the last call, learning rate, speed and epoch of `step`. A collective.
 
-        On a device they are recorded by `advance`, one to three steps later, so that the host does
+        On a device they are recorded by `later`, one to three steps later, so that the host does
         not wait.
         """
         self._later.begin(self._record_scalars(engine, step, step / steps_per_epoch))
 
-    def advance(self) -> None:
-        """Go on with what `begin` began in earlier steps. A collective."""
-        self._later.advance()
-
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Record all that `begin` began; the host waits for it. A collective."""
         self._later.finish()
 
-    def _record_scalars(self, engine: Engine, step: int, epoch: float) -> Reading[None]:
+    def _record_scalars(self, engine: Engine, step: int, epoch: float) -> DeferredRead[None]:
         values = yield from self._scalars(engine, step)
         self._record.scalars(step, {**values, "epoch": round(epoch, 6)})
 
-    def _scalars(self, engine: Engine, step: int) -> Reading[dict[str, float]]:
+    def _scalars(self, engine: Engine, step: int) -> DeferredRead[dict[str, float]]:
         world = self._group.world
-        rates = engine.optimizers.rates()
-        norms = engine.norms.take()
+        rates = engine.optimizers.rates.by_name()
+        norms = engine.optimizers.norms.take()
         _, before = self._logged
         speeds = self._speeds(engine, step)
-        change = engine.tensors.find_change()
+        change = engine.strategy.tensors.find_change()
         waited = speeds.pop("speed/data_wait")
         own = [float(bool(change)), waited, *(size / 1e9 for size in world.peak_bytes())]
         means = yield from engine.recorder.means.reading(self._group)
@@ -181,6 +206,19 @@ class RunLog:
             speeds["speed/mfu"] = rate * engine.strategy.flops / self._peak
         return speeds
 
+    def note_evaluation(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self._record.evaluation(step, metrics)
+        self._record.say(startup.evaluation_line(step, num_steps, metrics))
+
+    @torch.no_grad()
+    def note_samples(self, step: int, parts: Parts, evaluator: Evaluator) -> None:
+        """Record what the task's `samples` returns, nothing of a divided model. A collective."""
+        has_own = getattr(parts.hooks.samples, "__module__", "") not in OWN
+        if has_own and not parts.strategy.mesh.divides_model:
+            with self.paused(), evaluator.evaluating(), self._group.agreed("making samples"):
+                texts = check_texts("samples", parts.hooks.samples(parts.strategy.forward))
+            self._record.note(step, {f"{SAMPLES}{name}": text for name, text in texts.items()})
+
     def is_behind(self, step: int) -> bool:
         """Return True if the last call of `begin` was for an earlier step."""
         return self._logged[0] < step
@@ -197,9 +235,18 @@ class RunLog:
             self._record.say(line)
 
     def finish(
-        self, state: TrainState, num_steps: int, flops: float, why: str, is_stopped: bool
+        self,
+        state: TrainState,
+        num_steps: int,
+        flops: float,
+        why: str,
+        is_stopped: bool,
+        notes: Sequence[str] = (),
     ) -> Summary:
-        """Tell how the run ended, and return its summary; `why` is empty at the last step."""
+        """Tell how the run ended, and return its summary.
+
+        `why` is empty at the last step; `notes` are lines before the command that goes on.
+        """
         seconds = self._clock.read() - self._began_s
         steps = state.step - self.first_step
         speed = steps * self._config.data.global_batch / max(seconds, 1e-9)
@@ -217,7 +264,8 @@ class RunLog:
         best = self._config.best_metric
         for line in startup.ending(summary, num_steps, steps, best, why, self._shown):
             self._record.say(line)
-        self._record.say(self.next_command(is_stopped, why))
+        for line in (*notes, self.next_command(is_stopped, why)):
+            self._record.say(line)
         reason = "stopped" if is_stopped else "done" + f": {why}" * bool(why)
         facts: dict[str, Any] = {"step": state.step, "metrics": state.metrics, "best": state.best}
         self._record.exit(summary.exit_code, reason, facts)

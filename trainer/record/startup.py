@@ -14,24 +14,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from trainer.checkpoints import packing
-from trainer.checkpoints.manifest import Manifest
-from trainer.config.packages import naming_words
+from trainer.checkpoints import tensor_files
+from trainer.checkpoints.transaction import Manifest
 from trainer.config.schema import Config
-from trainer.data.batch_plan import BatchPlan
-from trainer.data.sampling.base import Sampling
-from trainer.distributed import accelerator, entry
-from trainer.distributed.backend import choose_backend
+from trainer.config.working_folder import naming_words
+from trainer.data.order import BatchPlan
+from trainer.data.sampling import Sampling
+from trainer.distributed import accelerator, launchers
+from trainer.distributed.rendezvous import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
-from trainer.engine.precision import (
-    choose_precision,
-    is_bf16_emulated,
-    is_bf16_native,
-    is_fp16_slow,
-)
+from trainer.engine.context import choose_precision, is_bf16_emulated, is_bf16_native, is_fp16_slow
 from trainer.errors import counted
 from trainer.record import fingerprint
-from trainer.strategy.base import find_strategy
+from trainer.strategy.choice import find_name
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import has_own_forward, has_plain_batchnorm
 
@@ -125,7 +120,7 @@ def layout(config: Config, world: World, threads: int) -> str:
     if block.comm_hook != "none":
         learned += f", comm hook {block.comm_hook}"
     each = f"{counted(threads, 'thread')} per rank"
-    name = find_strategy(block).__module__.rpartition(".")[2]  # with a mesh not always block.name
+    name = find_name(block)  # with a mesh not always block.name
     device = accelerator.describe(world.device) if accelerator.is_used(world.device) else "CPU"
     how = f"{name} over {backend}" if world.world_size > 1 else name
     return fact("layout", f"{how}, {ranks}, {device}, {learned}, {each}")
@@ -182,13 +177,13 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     """Return the lines with the sizes of the global batch, the epoch and the run."""
     per_epoch = plan.steps_per_epoch
     left = plan.num_examples - per_epoch * plan.global_batch
-    others = f"leaves out {counted(left, 'example')}, other ones in each"
-    dropped = others if left else "leaves out no example"
+    others = f"drops {counted(left, 'example')} per epoch, different ones each time"
+    dropped = others if left else "drops no example"
     if config.run.steps is None:
         total = f"{num_steps:,} = {counted(config.run.epochs, 'epoch')} x {per_epoch:,}"
     else:
         total = f"{num_steps:,} = {num_steps / per_epoch:.3g} of an epoch's {per_epoch:,}"
-    run = fact("steps", f"{total}; an epoch {dropped}")
+    run = fact("steps", f"{total}; {dropped}")
     mesh = config.strategy.mesh
     are_shared = any(size != 1 for size in (mesh.pipeline, mesh.context, mesh.tensor))
     ranks = (
@@ -223,7 +218,7 @@ def describe_data(config: Config, datasets: Mapping[str, Any], sampling: Samplin
     return lines
 
 
-def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list[str]:
+def describe_model(config: Config, model: nn.Module, is_split_fixed: bool) -> list[str]:
     """Return lines about the model: its class and parameters, plain BatchNorm, its average."""
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
@@ -231,14 +226,14 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
     rest = f", {frozen:,} of them frozen" if frozen else ""
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
     lines = [fact("model", f"{name}, {total:,} parameters{rest}")]
-    is_chosen = is_cut_fixed or config.strategy.sync_batchnorm
+    is_chosen = is_split_fixed or config.strategy.sync_batchnorm
     if has_plain_batchnorm(model) and not is_chosen:
-        why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
+        why = "sees one micro-batch at a time, so results change with the number of ranks"
         rows = max(n for n in range(1, MOST_ROWS + 1) if config.data.global_batch % n == 0)
         advice = f"set run.norm_rows={rows} or strategy.sync_batchnorm=true"
         if any(map(has_own_forward, model.modules())):  # both settings would be refused
-            advice = "take strategy=exact, which fixes the micro-batches"
-        lines.append(f"plain BatchNorm {why}; {advice}")
+            advice = "use strategy=exact, which fixes the micro-batches"
+        lines.append(f"warning: BatchNorm {why}; {advice}")
     if config.run.ema_decay is not None:
         lines.append("evaluation uses the moving average of the weights (run.ema_decay)")
     return lines
@@ -246,7 +241,9 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
 
 def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     """Return a warning if the free space is too small for the weights of all checkpoints."""
-    need = (kept + 1) * packing.size_of(model.state_dict())
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    state = {name: t for name, t in model.state_dict().items() if name not in frozen}
+    need = (kept + 1) * tensor_files.size_of(state)
     free = shutil.disk_usage(directory).free
     if need <= free:
         return []
@@ -340,7 +337,7 @@ def resume_command(config: Config, world: World, directory: Path, *more: str) ->
         launcher = ["srun", f"--nodes={world.num_nodes}", f"--ntasks={world.world_size}", "python"]
     elif name == "mpirun":
         launcher = ["mpirun", "-n", str(world.world_size), "python"]
-    elif world.world_size > 1 and name not in ("elastic", "spawn"):  # these are settings
+    elif world.world_size > 1 and name not in ("elastic", "spawn", "ray"):  # these are settings
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     home, _, own = config.task.trainer.rpartition(".")
@@ -350,7 +347,7 @@ def resume_command(config: Config, world: World, directory: Path, *more: str) ->
         return f"{own}(load_config({settings}, task={own})).{call}"
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
     words += naming_words(config, Path(config.folder, directory))
-    return entry.as_started(shlex.join([*words, *more]))
+    return launchers.as_started(shlex.join([*words, *more]))
 
 
 def ending(

@@ -18,8 +18,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from trainer.rng import mixed
 from trainer.rng.functions import HANDLERS, REOPENED, DrawsByRow, Numbers, Sizes, answer
-from trainer.rng.philox import mixed
 
 _active: list[DrawsByRow] = []
 

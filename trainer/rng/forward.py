@@ -9,7 +9,7 @@ torch.utils.checkpoint restores that generator, so a recomputation draws the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,21 +17,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainer.distributed import accelerator
-from trainer.hook_errors import Rows
-from trainer.micro_batch import take_rows
+from trainer.micro_batch import Rows, take_rows
+from trainer.rng import seed_global_rngs, seed_layers
 from trainer.rng.compiled import answered_by, keep_eager
+from trainer.rng.draw_traces import IN_A_KERNEL, Draw, DrawTraces
 from trainer.rng.functions import Numbers, Part, Sizes, answer
 from trainer.rng.keys import CallCounter, RowKeys
-from trainer.rng.philox import key_of, seed_coins, seed_layers
-from trainer.rng.rehearsals import Draw, Rehearsals
+from trainer.rng.philox import key_of
 
+_PLAIN = nullcontext()
 _key_of = lru_cache(key_of)  # of an update's name: 3 us for each micro-batch
 
 
-class Draws(TorchFunctionMode):
+class ExampleRng(TorchFunctionMode):
     """A torch function mode around forward, loss and backward: `with draws.update(name): ...`.
 
-    A draw is keyed by example if one of its axes grows with the number of rows; `rehearse` finds
+    A draw is keyed by example if one of its axes grows with the number of rows; `trace_draws` finds
     that axis. Any other draw, such as noise on a weight, is the same for the whole global batch.
     """
 
@@ -43,12 +44,12 @@ class Draws(TorchFunctionMode):
         self._device = device
         self.is_by_example = is_by_example
         self._update = ""
-        self._is_entered = False
+        self.is_entered = False
         self._begun = (0, 0, torch.empty(0, dtype=torch.int64))
         self._cuts: list[tuple[Part, ...]] = []
         self._calls = CallCounter()
         self._keys = RowKeys()
-        self.rehearsals = Rehearsals()
+        self.traces = DrawTraces()
         self._answer = keep_eager(self, answer) if is_compiled and is_by_example else answer
 
     # Rows ---------------------------------------------------------------------------------------
@@ -57,17 +58,17 @@ class Draws(TorchFunctionMode):
         """Begin the draws for the rows of a micro-batch, the `number`-th of the global batch."""
         self.rows.begin(split, indices)
         self._begun = (step, number, indices)
-        self.begin_again(0, len(indices))
+        self.begin_again(0, None)
 
-    def begin_again(self, first: int, last: int) -> None:
+    def begin_again(self, first: int, last: int | None) -> None:
         """Repeat the draws of the current micro-batch, for its rows from `first` to `last`."""
         step, number, indices = self._begun
-        seed_coins(self._seed, step, _key_of(self._update))  # the same in all micro-batches
-        if not self._is_entered:
-            seed_layers(self._seed, step, number, self._device)
-            return
-        seed_layers(self._seed, step, _key_of(self._update), self._device)
-        self._begin_rows(indices[first:last])
+        key = _key_of(self._update)
+        if self.traces.has_global_draws:
+            seed_global_rngs(self._seed, step, key)  # the same in all micro-batches
+        seed_layers(self._seed, step, key if self.is_entered else number, self._device)
+        if self.is_entered:
+            self._begin_rows(indices[first:last])
 
     def _begin_rows(self, indices: torch.Tensor) -> None:
         self._keys.begin(indices)
@@ -80,25 +81,28 @@ class Draws(TorchFunctionMode):
     # Updates ------------------------------------------------------------------------------------
 
     def is_known(self, name: str) -> bool:
-        """Return True if this update needs no rehearsal."""
-        return self.rehearsals.has_draws(name) is not None or not self.is_by_example
+        """Return True if this update needs no dry run."""
+        return name in self.traces.used or not self.is_by_example
+
+    def update(self, name: str, is_noted: bool = False) -> AbstractContextManager[None]:
+        """Draw by example during one update; skip the mode if its dry run saw no draw.
+
+        With `is_noted` the mode is entered in any case, so that draws that begin late are noted.
+        """
+        self._update = name
+        return self._entered() if is_noted or self.traces.used.get(name) else _PLAIN
 
     @contextmanager
-    def update(self, name: str) -> Iterator[None]:
-        """Draw by example during one update; skip the mode if its rehearsal saw no draw."""
-        self._update = name
-        self._is_entered = bool(self.rehearsals.has_draws(name))
+    def _entered(self) -> Iterator[None]:
+        self.is_entered = True
         try:
-            if self._is_entered:
-                with self, answered_by(self):
-                    yield
-            else:
+            with self, answered_by(self):
                 yield
         finally:
-            self._is_entered = False
+            self.is_entered = False
             self.end()
 
-    def rehearse(
+    def trace_draws(
         self, name: str, compute: Callable[[Any, Any], Any], batch: Any, unit: int = 1
     ) -> None:
         """Find out what `compute(inputs, targets)` draws, and which axis of it grows with the rows.
@@ -113,15 +117,15 @@ class Draws(TorchFunctionMode):
             return self.watch(partial(compute, *take_rows(batch, rows)), rows)
 
         self._update = name
-        self.rehearsals.rehearse(name, watch, unit)
+        self.traces.trace_draws(name, watch, unit)
 
     def agree(self, name: str, most: Callable[[float], list[float]]) -> None:
-        """Draw by example in an update if any rank saw a draw in its rehearsal.
+        """Draw by example in an update if any rank saw a draw in its dry run.
 
         `most` returns the maximum over the ranks, as `Group.max` does.
         """
         if self.is_by_example:
-            self.rehearsals.agree(name, most)
+            self.traces.agree(name, most)
 
     def watch(self, compute: Callable[[], Any], rows: int) -> list[Draw]:
         """Return the name and sizes of each draw of a computation on `rows` rows."""
@@ -130,7 +134,7 @@ class Draws(TorchFunctionMode):
             return []
         self._begin_rows(torch.arange(rows))
         try:
-            with self.rehearsals.noting() as draws, self:
+            with self.traces.noting() as draws, self:
                 compute()
         finally:
             self.end()
@@ -159,9 +163,9 @@ class Draws(TorchFunctionMode):
             for axis, _, count in parts:
                 whole[axis] *= count
             sizes = tuple(whole)
-        self.rehearsals.note(name, sizes)
+        self.traces.note(name, sizes)
         rows, position = len(self._keys.indices), self._calls.position
-        place = self.rehearsals.place(self._update, name, sizes, rows, position)
+        place = self.traces.place(self._update, name, sizes, rows, position)
         call = self._calls.next(device, place is None)
         if place is None:
             return None
@@ -196,14 +200,14 @@ class Draws(TorchFunctionMode):
         made once for each row. It is the state of torch's generator, which a recomputation
         restores.
         """
-        self.rehearsals.note(name, (), is_counted=False)
+        self.traces.note(name, IN_A_KERNEL, is_counted=False)
         position = torch.default_generator.initial_seed()
         count = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         return key_of(position, count, self._begun[1])
 
     def list_remarks(self) -> list[str]:
         """Return lines to print at the start of a run."""
-        if "attention" in self.rehearsals.names and accelerator.is_used(self._device):
+        if "attention" in self.traces.names and accelerator.is_used(self._device):
             why = "fused kernels take no mask and are off; run.dropout=torch keeps them"
             return [f"dropout of attention by example: {why}"]
         return []

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import unwrap
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer.errors import ConfigError
+from trainer.rng import seed_generators
 from trainer.rng.keys import RowKeys
-from trainer.rng.philox import seed_generators
 
 Sizes = tuple[int, ...]
 Part = tuple[int, int, int]  # of a drawn tensor: axis, number of the part, number of parts
@@ -89,8 +90,8 @@ class Numbers:
     def mask(self, probability: float, value: float, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers that are `value` with this probability, to 2**-32, and else 0."""
         last = max(int(probability * 2**32) - 1, 0) - 2**31
-        given = (self._call, self._width, last, value, dtype, self._device)
-        return self.shaped(self._rows.mask(*given))
+        mask = self._rows.mask(self._call, self._width, last, value, dtype, self._device)
+        return self.shaped(mask)
 
     def uniform(self, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers in [0, 1), with as many binary digits as torch gives this dtype."""
@@ -274,6 +275,8 @@ def _bernoulli(draws: DrawsByRow, func: Any, input: torch.Tensor, *args: Any, **
 
 def _row_by_row(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call torch's own function for one row after another, seeded with the row's key."""
+    if not args:
+        args = (kwargs.pop("input"),)
     first = args[0]
     numbers = None
     if func.__name__ == "multinomial" and first.dim() == 1:
@@ -283,8 +286,8 @@ def _row_by_row(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     if numbers is None:
         return func(*args, **kwargs)
     if numbers.is_divided:
-        why = "draws row by row, which tensor and context parallel cannot divide"
-        raise ConfigError(f"run.dropout=example: {func.__name__} {why}; use another strategy")
+        raise ConfigError(f"""run.dropout=example: {func.__name__} draws row by row,
+            which tensor and context parallel cannot divide; use another strategy""")
     keys = numbers.keys()
     rows, axis = len(keys), numbers.axis
     parts = []
@@ -365,7 +368,8 @@ _AROUND: Any = (
     *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
     *(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward),
 )
-REOPENED: dict[Any, Handler] = {func: _reopen(func) for func in _AROUND}
+# Without what wraps it, such as the recorder of trainer.prove, whose call would dispatch again.
+REOPENED: dict[Any, Handler] = {func: _reopen(unwrap(func)) for func in _AROUND}
 
 
 def answer(draws: Any, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

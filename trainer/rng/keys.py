@@ -6,9 +6,11 @@ import torch
 
 from trainer.distributed import accelerator
 from trainer.errors import ConfigError
-from trainer.rng.philox import mixed, splitmix
+from trainer.rng import mixed
+from trainer.rng.philox import splitmix
 
 _STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
+
 MOST_DRAWS = 100_000  # for a row
 
 
@@ -68,8 +70,8 @@ class CallCounter:
         seed = torch.default_generator.initial_seed()
         while seed not in self._positions:
             if len(self._seeds) > MOST_DRAWS:
-                advice = "leave out torch.manual_seed in the forward pass"
-                raise ConfigError(f"run.dropout=example: the model seeds torch itself; {advice}")
+                raise ConfigError("""run.dropout=example: the model seeds torch itself;
+                    leave out torch.manual_seed in the forward pass""")
             self._find_next_seed()
         return self._positions[seed]
 

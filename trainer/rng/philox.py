@@ -1,13 +1,10 @@
-"""Randomness as a function of its purpose, independent of rank and time."""
+"""Randomness as a function of its purpose, and keyed permutations."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -78,9 +75,9 @@ def draw_words(
 class Random:
     """Random numbers for a micro-batch, one row per example.
 
-    A row is keyed by (seed, split, name, epoch, example index), so a draw depends on its name and
-    not on the order of calls. Rows are independent: code that mixes rows depends on the size of
-    the micro-batch. `per="run"` leaves the epoch out, so every epoch has the same numbers.
+    A row is keyed by (seed, split, name, epoch, example index), not by the order of calls. Rows are
+    independent: code that mixes rows depends on the size of the micro-batch. `per="run"` gives
+    every epoch the same numbers.
     """
 
     def __init__(self, seed: int, split: str, epoch: int, indices: torch.Tensor):
@@ -93,8 +90,8 @@ class Random:
         """Return (rows, *shape) int64, with 32 random bits in each."""
         for size in shape:
             if not isinstance(size, int) or size < 0:
-                given = f"{name!r} was drawn with the size {size!r}"
-                raise ConfigError(f"random: {given}: must be an integer of at least 0")
+                raise ConfigError(f"""random:
+                    {name!r} was drawn with the size {size!r}: must be an integer of at least 0""")
         rows, width = len(self.indices), math.prod(shape)
         number = key_of(self._seed, self._split, name)
         key = (number & _MASK, number >> 32)
@@ -132,17 +129,6 @@ class Random:
         return (radius * torch.cos(pair[:, 1] * (2 * math.pi * 2.0**-32))).to(torch.float32)
 
 
-def mixed(*parts: int) -> int:
-    """Return 63 bits from integers, by splitmix64's finalizer: 1 us; hashing a string takes 3."""
-    state = 0
-    for part in parts:
-        state = (state ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
-
-
 def splitmix(state: torch.Tensor) -> torch.Tensor:
     """Turn each number of an int64 tensor into 64 random bits, in place, and return the tensor.
 
@@ -158,86 +144,97 @@ def splitmix(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None:
-    """Seed torch's generators, which dropout uses, for micro-batch `number` of a global batch.
+_WORD = 0xFFFFFFFF
+ROUNDS = 8
 
-    Seeding them directly takes 1 us; torch.manual_seed visits every accelerator and takes 75 us.
+
+class Permutation:
+    """A permutation of range(size): a Feistel network over Z_a x Z_b with cycle walking.
+
+    After Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
+    a = ceil(sqrt(size)) and b = ceil(size / a), so a * b exceeds the size by less than a, and
+    few positions need a second encryption (a step of the cycle walk). `size` and `numbers` may be
+    int64 tensors of the values' shape: each value then has its own range, and the permutation of
+    its number.
     """
-    value = mixed(seed, step, number)
-    for generator in accelerator.generators(device):
-        generator.manual_seed(value)
+
+    def __init__(
+        self, size: int | torch.Tensor, *purpose: Any, numbers: torch.Tensor | None = None
+    ):
+        """`purpose`, such as (seed, "order", epoch), is the key."""
+        keys: Sequence[Any] = [key_of(*purpose, r) & 0x7FFFFFFF for r in range(ROUNDS)]
+        if numbers is not None:
+            keys = [scramble(numbers, key) for key in keys]
+        self._set(size, _ceil_sqrt(size), keys)
+
+    def _set(self, size: Any, a: Any, keys: Sequence[Any]) -> None:
+        self.size = size
+        self.a = a
+        self.b = -(-size // a)
+        self._keys = keys
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the values at `positions`: int64 of any shape, in range(size)."""
+        return self._walk(lambda own, values: own._encrypt(values), positions)
+
+    def invert(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the positions of values."""
+        return self._walk(lambda own, values: own._decrypt(values), values)
+
+    def _walk(self, step: Any, values: torch.Tensor) -> torch.Tensor:
+        values = step(self, values)
+        while (outside := values >= self.size).any():
+            values[outside] = step(self._only(outside), values[outside])
+        return values
+
+    def _only(self, chosen: torch.Tensor) -> Permutation:
+        """Return the permutations of some of the values."""
+        if isinstance(self.size, int):
+            return self
+        some = object.__new__(Permutation)
+        keys = [key[chosen] if isinstance(key, torch.Tensor) else key for key in self._keys]
+        some._set(self.size[chosen], self.a[chosen], keys)
+        return some
+
+    def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
+        left, right = values // self.b, values % self.b
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                right = (right + scramble(left, key)) % self.b
+            else:
+                left = (left + scramble(right, key)) % self.a
+        return left * self.b + right
+
+    def _decrypt(self, values: torch.Tensor) -> torch.Tensor:
+        left, right = values // self.b, values % self.b
+        for number, key in reversed([*enumerate(self._keys)]):
+            if number % 2:
+                right = (right - scramble(left, key)) % self.b
+            else:
+                left = (left - scramble(right, key)) % self.a
+        return left * self.b + right
 
 
-def seed_step(seed: int, step: int, device: torch.device) -> None:
-    """Seed every generator, alike on all ranks, for what `train_step` draws itself."""
-    seed_layers(seed, step, -1, device)
-    seed_coins(seed, step, -1)
+def _ceil_sqrt(size: Any) -> Any:
+    """Return an integer at or next to the root, at least 1; equal on every machine."""
+    if isinstance(size, int):
+        return math.isqrt(size - 1) + 1
+    return size.double().sqrt().ceil().long().clamp(min=1)
 
 
-def seed_all(seed: int) -> None:
-    """Seed torch's generators of all devices.
+def scramble(values: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+    """Return 31 bits for each value, by a finalizer of MurmurHash3's form.
 
-    Without an accelerator torch.manual_seed takes 5 ms to note the seed for one that may come.
+    Factors below 2**31 keep the products in int64.
     """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    mixed = (values ^ key) & _WORD
+    mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B5) & _WORD
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _WORD
+    return (mixed ^ (mixed >> 16)) >> 1
 
 
-@contextmanager
-def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch's generators; restore their states at the end."""
-    generators = accelerator.generators(device)
-    states = [generator.get_state() for generator in generators]
+class Order(Permutation):
+    """The order of a plain epoch: a keyed permutation of range(size)."""
 
-    def seed(value: int) -> None:
-        for generator in generators:
-            generator.manual_seed(value & 0xFFFFFFFFFFFFFFFF)
-
-    try:
-        yield seed
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-@contextmanager
-def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore Python's, numpy's and torch's generators, of the CPU and of devices, at the end."""
-    numpy = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    with accelerator.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
-
-
-def random_state() -> tuple[Any, ...]:
-    """Return the states of the generators that `seed_example` seeds."""
-    return *coins(), torch.default_generator.get_state().numpy().tobytes()
-
-
-def coins() -> tuple[Any, ...]:
-    """Return the states of Python's and, if it is imported, numpy's generator."""
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state()[1:3] if numpy is not None else ()
-    drawn = [str(part) if isinstance(part, int) else part.tobytes() for part in arrays]
-    return random.getstate(), *drawn
-
-
-def seed_coins(*parts: int) -> None:
-    """Seed Python's and, if it is imported, numpy's generator."""
-    value = mixed(*parts)
-    random.seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value & _MASK)
-
-
-def seed_example(seed: int, epoch: int, index: int) -> None:
-    """Seed `random`, `torch` and, if it is imported, `numpy` for one example of a dataset."""
-    torch.default_generator.manual_seed(mixed(seed, epoch, index))
-    seed_coins(seed, epoch, index)
+    def __init__(self, seed: int, epoch: int, size: int):
+        super().__init__(size, seed, "order", epoch)

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from trainer.checkpoints.tensor_files import check_tensors
-from trainer.config.hints import suggest
+from trainer.config.typed import suggest
 from trainer.data.batches import Batches
 from trainer.data.eval_batches import EvalBatches
 from trainer.data.loaders import check_dataset
 from trainer.data.preparation import Preparation
-from trainer.data.sampling.base import Sampling, Shuffle
+from trainer.data.sampling import Sampling, Shuffle
 from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.engine.ema import Ema
+from trainer.engine.context import Parts
 from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
-from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
+from trainer.engine.training_state import Ema, describe_frozen
 from trainer.errors import ConfigError, one_line, place_of
 from trainer.micro_batch import take_rows
-from trainer.process.streams import outlive_terminal
+from trainer.process.streams import outlive_terminal, without_bars
 from trainer.record import fingerprint
-from trainer.rng.forward import Draws
-from trainer.rng.philox import seed_all
+from trainer.rng import seed_all
+from trainer.rng.forward import ExampleRng
 from trainer.schedule import Schedule
-from trainer.setup.uncalled import check_hooks, find_uncalled
-from trainer.strategy.base import Blueprint, convert, find_strategy
+from trainer.setup.checks import check_export, check_hooks, find_unused_hooks
+from trainer.strategy.base import ModelSpec, Strategy, convert
+from trainer.strategy.choice import find_strategy
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.mesh_model.materialize import Values, build_structure
+from trainer.strategy.mesh_model.full_model import Values, build_structure
 from trainer.strategy.modules.tensor_memory import make_dense
-from trainer.strategy.tensor_parallel.auto_plan import find_plan
+from trainer.strategy.tensor_parallel.split_plan import find_plan
 from trainer.task import Task
 
 PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
@@ -49,66 +51,85 @@ PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for co
 class Setup:
     """Data and model of a task, built identically on every rank before training."""
 
-    step = 0
-
-    def __init__(self, task: Task, ranks: Ranks, splits: Sequence[str], notes: Sequence[str] = ()):
+    def __init__(
+        self,
+        task: Task,
+        ranks: Ranks,
+        splits: Sequence[str],
+        notes: Sequence[str] = (),
+        datasets: dict[str, Any] | None = None,
+    ):
         """Raise ConfigError if a hook of the task returns an invalid object. A collective.
 
-        `notes` are lines that the start shows.
+        `notes` are lines that the start shows, `datasets` those that are open already.
         """
         config = task.config
-        world = task.world
-        precision = Precision(config.strategy.precision, world.device)
         self.config = config
-        self.world = world
+        self.world = world = task.world
+        precision = Precision(config.strategy.precision, world.device)
         check_hooks(task)
-        self.notes = [*find_uncalled(type(task)), *notes]
+        self.notes = [*find_unused_hooks(type(task)), *notes]
         self._ranks = ranks
-        kind = find_strategy(config.strategy)
-        self.threads = kind.set_threads(world)
-        self._cut = kind.cut(config)
-        self.datasets: dict[str, Any] = {}
+        self.kind = find_strategy(config.strategy)
+        self.threads = self.kind.set_threads(world)
+        self.datasets = {} if datasets is None else datasets
         self.sampling: Sampling = Shuffle(0)
         self._metrics: dict[str, dict[str, Any]] = {}  # torchmetrics by split and name
-        self._mesh = Mesh.of(config.strategy.mesh, world)
+        self.mesh = Mesh.of(config.strategy.mesh, world)
         self._prepare = build_preparation(task, precision)
-        draws = self._prepare.draws
         ranks.heartbeat.enter(Phase.BUILD)
-        _prepare_data(task, ranks.group)
+        if not self.datasets:
+            _prepare_data(task, ranks.group)
         with ranks.group.agreed("building data and model"):
             for split in splits:
                 self._open_data(task, split)
-            model = make_model(task, kind.builds_on_rank_0 and world.rank > 0)
+            model = self._build_model(task)
             ranks.end_child()
         outlive_terminal()  # the task may have replaced the streams
-        if kind.builds_on_rank_0:
+        if self.kind.builds_on_rank_0:
             model = _build_in_turns(task, ranks.group, model)
+        frozen = describe_frozen(model, ranks.group)
         with ranks.group.agreed("dividing the model"):
             assert model is not None
-            parts = (model, precision, draws, self._read_inputs, ranks.heartbeat.reduce_begun)
-            strategy = kind.build(make_blueprint(task, *parts))
-        self.parts = Parts(config, task, strategy, precision, draws, ranks)
-        ranks.group.check_equal(
-            fingerprint.of_built(self.datasets, self.sampling, strategy.tensors.structure)
-        )
+            strategy = self._build_strategy(self._describe_model(task, model, precision))
+        self.parts = Parts(config, task, strategy, precision, self._prepare.draws, ranks, frozen)
+        facts = fingerprint.of_built(self.datasets, self.sampling, strategy.tensors.structure)
+        ranks.group.check_equal(facts)
 
     @property
     def model(self) -> nn.Module:
         return self.parts.strategy.module
 
     @property
-    def is_cut_fixed(self) -> bool:
+    def is_split_fixed(self) -> bool:
         """Return True if the micro-batches have the same rows in every layout."""
-        return self._cut.is_fixed
+        return self.kind.batch_split(self.config).is_fixed
+
+    def _build_model(self, task: Task) -> nn.Module | None:
+        """Return the model; None on a rank that needs the structure only and cannot build it."""
+        model = make_model(task, self.kind.builds_on_rank_0 and task.world.rank > 0)
+        if model is not None:
+            check_export(self.config, model)
+        return model
+
+    def _describe_model(self, task: Task, model: nn.Module, precision: Precision) -> ModelSpec:
+        reduce_begun = self._ranks.heartbeat.reduce_begun
+        draws = self._prepare.draws
+        return make_model_spec(task, model, precision, draws, self._read_inputs, reduce_begun)
+
+    def _build_strategy(self, spec: ModelSpec) -> Strategy:
+        return self.kind.build(spec)
 
     def _read_inputs(self) -> Any:
         """Return the inputs of a micro-batch."""
         if "train" in self.datasets:
-            return next(iter(self.open_batches().of_step(0)))[0]
+            return next(iter(self.batches.of_step(0)))[0]
         return next(iter(self._evaluated[0].batches))[0]
 
     def _open_data(self, task: Task, split: str) -> None:
-        data = build_dataset(task, split)
+        data = self.datasets.get(split)
+        if data is None:
+            data = build_dataset(task, split)
         if data is None:
             return
         self.datasets[split] = data
@@ -119,17 +140,20 @@ class Setup:
             device = self.world.device
             self._metrics[split] = {name: metric.to(device) for name, metric in metrics.items()}
 
-    def open_batches(self) -> Batches:
-        """Return the training data as local batches."""
-        return self._batches
-
     @cached_property
-    def _batches(self) -> Batches:
-        data = self.datasets["train"]
-        mesh = self._mesh
-        numbers = (mesh.data_rank, mesh.data_size)
-        parts: tuple[Any, ...] = (self._prepare, self._ranks, mesh.is_first)
-        return Batches(data, self.sampling, self.config, self._cut, *numbers, *parts)
+    def batches(self) -> Batches:
+        """The training data as local batches."""
+        return Batches(
+            self.datasets["train"],
+            self.sampling,
+            self.config,
+            self.kind.batch_split(self.config),
+            rank=self.mesh.data_rank,
+            size=self.mesh.data_size,
+            prepare=self._prepare,
+            ranks=self._ranks,
+            is_counted=self.mesh.is_first,
+        )
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
         """Return the evaluator of `eval.splits`."""
@@ -137,11 +161,12 @@ class Setup:
 
     @cached_property
     def _evaluated(self) -> list[EvalSplit]:
-        numbers = (self._mesh.data_rank, self._mesh.data_size)
+        batch_split = self.kind.batch_split(self.config)
+        numbers = (self.mesh.data_rank, self.mesh.data_size)
         found = []
         for split, metrics in self._metrics.items():
             data = self.datasets[split]
-            batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare, split)
+            batches = EvalBatches(data, self.config, batch_split, *numbers, self._prepare, split)
             found.append(EvalSplit(split, batches, metrics))
         return found
 
@@ -152,7 +177,8 @@ def build_dataset(task: Task, split: str) -> Any:
     Raises ConfigError for an invalid one, or if the task does not know a split of the user's.
     """
     try:
-        data = task.build_dataset(split)
+        with without_bars():
+            data = task.build_dataset(split)
     except (ValueError, KeyError) as error:
         if split == "train" or (split == "eval" and repr(split) not in str(error)):
             raise
@@ -176,12 +202,11 @@ def find_sampling(task: Task, dataset: Any) -> Sampling:
         own = getattr(dataset, "sampling", None)
         return own if isinstance(own, Sampling) else Shuffle(len(dataset))
     if not isinstance(chosen, Sampling):
-        must = "must be Weighted, Mixture, ClassBalanced or None"
-        raise ConfigError(f"sampling returned a {type(chosen).__name__}: {must}")
+        raise ConfigError(f"""sampling returned a {type(chosen).__name__}:
+            must be Weighted, Mixture, ClassBalanced or None""")
     if chosen.num_examples != len(dataset):
-        why = f"the train data has {len(dataset):,}: must be equal"
-        given = f"{type(chosen).__name__} for {chosen.num_examples:,} examples"
-        raise ConfigError(f"sampling returned {given}, and {why}")
+        raise ConfigError(f"""sampling returned {type(chosen).__name__} for {chosen.num_examples:,}
+            examples, and the train data has {len(dataset):,}: must be equal""")
     return chosen
 
 
@@ -191,12 +216,19 @@ def build_preparation(task: Task, precision: Precision) -> Preparation:
     seed = config.run.seed
     device = task.world.device
     is_by_example = find_strategy(config.strategy).draws_by_example(config, task.world)
-    draws = Draws(seed, device, is_by_example, bool(config.run.compile))
+    draws = ExampleRng(seed, device, is_by_example, bool(config.run.compile))
     to_model = partial(convert, precision, config.strategy.channels_last)
-    methods = (task.split_batch, task.augment, to_model)
+    augments = not _is_default(task.augment, Task.augment)
+    methods = (task.split_batch, task.augment if augments else None, to_model)
     is_own = type(task).collate is not Task.collate
     collate = task.collate if is_own else default_collate
-    return Preparation(*methods, seed, device, draws, collate)
+    takes_pairs = _is_default(task.split_batch, Task.split_batch)
+    return Preparation(*methods, seed, device, draws, collate, takes_pairs)
+
+
+def _is_default(method: Any, default: Any) -> bool:
+    """Return True if a method of a task is that of its base class."""
+    return getattr(method, "__func__", None) is default
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -209,8 +241,8 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             near = suggest(pattern, names)
             if any(name.startswith(f"{pattern}.") for name in names):  # a module's name
                 near = f"; write {pattern}.*"
-            why = f"no parameter has such a name; the model has {some}{near}"
-            raise ConfigError(f"run.freeze: {pattern}: {why}")
+            raise ConfigError(f"""run.freeze: {pattern}: no parameter has such a name;
+                the model has {some}{near}""")
         for name in matched:
             names[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in names.values()):
@@ -220,18 +252,21 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
     """Build and check the task's model; without values where these come from rank 0.
 
-    Returns None if it cannot be built without values.
+    Returns None if it cannot be built without values. Values may still come from a checkpoint: what
+    looks at them belongs into `Run`, after they were restored.
     """
     seed_all(task.config.run.seed)
-    model = build_structure(task.build_model, task) if is_structure_enough else task.build_model()
+    with without_bars():
+        build = partial(build_structure, task.build_model, task)
+        model = build() if is_structure_enough else task.build_model()
     if not isinstance(model, nn.Module):
         if is_structure_enough:
             return None
-        returned = f"a {type(model).__name__}"
-        raise ConfigError(f"build_model returned {returned}: must be a torch.nn.Module")
+        raise ConfigError(f"""build_model returned a {type(model).__name__}:
+            must be a torch.nn.Module""")
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        must = "must be the model without a wrapper; the strategy wraps it"
-        raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
+        raise ConfigError(f"""build_model returned a {type(model).__name__}:
+            must be the model without a wrapper; the strategy wraps it""")
     check_tensors(model, is_structure_enough)
     _freeze(model, task.config.run.freeze)
     make_dense(model)
@@ -252,18 +287,18 @@ def _build_in_turns(task: Task, group: Group, model: nn.Module | None) -> nn.Mod
             if model is None and turn == world.local_rank:
                 model = make_model(task, False)
                 assert model is not None
-                Values(model, world, torch.float32)  # drops the values
+                Values(model, world)  # drops the values
     return model
 
 
-def make_blueprint(
+def make_model_spec(
     task: Task,
     model: nn.Module,
     precision: Precision,
-    draws: Draws,
+    draws: ExampleRng,
     read_inputs: Callable[[], Any],
-    reduce_begun: Callable[[Any], Any] = id,
-) -> Blueprint:
+    reduce_begun: Callable[[Any], Any],
+) -> ModelSpec:
     """Return a model for training, with the task's description of its parts.
 
     `read_inputs` returns the inputs of a micro-batch. Raises ConfigError for invalid blocks, or for
@@ -275,8 +310,17 @@ def make_blueprint(
     plan = find_plan(task.tensor_plan(), model) if is_divided else {}
     model = model.train()
     rows = 2 * (task.config.norm_rows or 1)
-    parts = (model, blocks, plan, draws, lambda: take_rows(read_inputs(), rows), reduce_begun)
-    return Blueprint(task.config, task.world, precision, *parts)
+    return ModelSpec(
+        config=task.config,
+        world=task.world,
+        precision=precision,
+        model=model,
+        blocks=blocks,
+        tensor_plan=plan,
+        draws=draws,
+        sample=lambda: take_rows(read_inputs(), rows),
+        reduce_begun=reduce_begun,
+    )
 
 
 def _list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
@@ -295,9 +339,9 @@ def _check_step(task: Task) -> None:
     mesh = Mesh.of(task.config.strategy.mesh, task.world)
     step = inspect.unwrap(type(task).train_step)
     if mesh.pipeline > 1 and step.__module__ != "trainer.trainer":
-        why = f"{type(task).__name__} has a train_step of its own, and a stage has no outputs"
-        advice = "choose another axis, or leave train_step out"
-        raise ConfigError(f"strategy.mesh.pipeline={mesh.pipeline}: {why}; {advice}")
+        raise ConfigError(f"""strategy.mesh.pipeline={mesh.pipeline}:
+            {type(task).__name__} has a train_step of its own, and a stage has no outputs;
+            choose another axis, or leave train_step out""")
 
 
 def _prepare_data(task: Task, group: Group) -> None:
@@ -305,7 +349,8 @@ def _prepare_data(task: Task, group: Group) -> None:
     if type(task).prepare is not Task.prepare:
         with group.agreed("preparing the data", PREPARATION):
             if task.world.local_rank == 0:
-                task.prepare()
+                with nullcontext() if sys.stderr.isatty() else without_bars():
+                    task.prepare()
 
 
 def build_schedule(task: Task, num_steps: int) -> Schedule:

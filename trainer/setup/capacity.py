@@ -22,16 +22,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from trainer.blame import is_out_of_memory
 from trainer.config.schema import Config
-from trainer.data.batch_plan import check_batch
+from trainer.data.order import check_batch
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import GUEST, part
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError, RunError, counted, one_line, visible
-from trainer.hook_errors import is_out_of_memory
-from trainer.strategy.base import find_strategy
+from trainer.strategy.choice import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import Task
 
@@ -59,7 +59,7 @@ def memory_named(config: Config, world: World) -> Iterator[None]:
         rows = min(config.data.most_rows or sizes[0], sizes[0])
         smaller = [size for size in sizes if size < rows]
         advice = "use strategy.recompute=blocks, or divide the model (docs/parallelism.md)"
-        if find_strategy(config.strategy).cut(config).is_fixed:
+        if find_strategy(config.strategy).batch_split(config).is_fixed:
             advice = "start a new run with a smaller data.micro_batch"
         elif smaller:
             half = next((size for size in smaller if size <= rows / 2), smaller[-1])
@@ -77,14 +77,15 @@ def _rows_of_evaluation(config: Config, error: BaseException) -> int | None:
 
 def list_sizes(config: Config, world: World) -> list[int]:
     """Return the sizes of micro-batches that differ in their number per rank, largest first."""
-    cut = find_strategy(config.strategy).cut(config)
+    batch_split = find_strategy(config.strategy).batch_split(config)
     ranks = Mesh.of(config.strategy.mesh, world).data_size
     whole = config.data.global_batch
-    units = -(-(whole // cut.unit) // ranks)
+    units = -(-(whole // batch_split.unit) // ranks)
     sizes = []
-    for rows in dict.fromkeys(-(-units // count) * cut.unit for count in range(1, units + 1)):
+    counts = range(1, units + 1)
+    for rows in dict.fromkeys(-(-units // count) * batch_split.unit for count in counts):
         with suppress(ConfigError):  # a rank would have an empty one
-            check_batch(whole, replace(cut, micro_batch=rows), ranks)
+            check_batch(whole, replace(batch_split, micro_batch=rows), ranks)
             sizes.append(rows)
     return sizes
 
@@ -235,7 +236,7 @@ def _for_trial(config: Config, rows: int, scratch: str, name: str) -> Config:
         run=replace(config.run, dir=scratch, name="trial", resume=None, init_from=None),
         data=replace(config.data, micro_batch=rows, workers=0),
         dist=replace(config.dist, backend=backend, path=path, hang_timeout_s=None),
-        checkpoint=replace(config.checkpoint, sharded=False),
+        checkpoint=replace(config.checkpoint, sharded=False, mirror=None),
         log=replace(config.log, trackers=[]),
     )
 

@@ -1,6 +1,6 @@
 """The interface of a parallel strategy, and the code that all strategies use.
 
-To `rehearse` is to run forward and backward once before the first step and undo every change.
+A *dry run* runs forward and backward once before the first step and undoes every change.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,25 +18,27 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
-from trainer.config.schema import Config, StrategySettings
-from trainer.data.batch_plan import Cut, Leaves
-from trainer.data.preparation import MicroBatch
-from trainer.distributed import accelerator
+from trainer.config.schema import Config
+from trainer.data.order import BatchSplit, Leaves
+from trainer.data.preparation import MicroBatch, MicroBatches
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, counted
-from trainer.hook_errors import call
+from trainer.hook_calls import call
 from trainer.micro_batch import copied, count_rows
 from trainer.rng.compiled import compiled
-from trainer.rng.forward import Draws
+from trainer.rng.forward import ExampleRng
 from trainer.strategy.cost import Cost
-from trainer.strategy.mesh import Mesh, is_divided
-from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
+from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
-from trainer.strategy.modules.device_map import place_blocks
-from trainer.strategy.modules.dry_run import FlopCounter
-from trainer.strategy.modules.reached_parameters import check_reached
+from trainer.strategy.modules.dry_run import FlopCounter, check_reached, eager
 from trainer.strategy.modules.running_statistics import RunningStatistics
-from trainer.strategy.modules.tensor_memory import convert_dtype
+from trainer.strategy.modules.tensor_memory import (
+    ActivationCheckpoint,
+    convert_dtype,
+    find_narrow,
+    place_blocks,
+    recompute,
+)
 from trainer.strategy.tensors import Tensors
 
 
@@ -46,6 +46,7 @@ class PrecisionProtocol(Protocol):
     """Precision of a run, as strategies use it."""
 
     dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
 
     @property
     def is_narrow(self) -> bool: ...
@@ -62,7 +63,7 @@ class ObjectiveProtocol(Protocol):
     The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
     together with the gradients. `absent` returns those of a rank without outputs. `sums` returns
     the sums of the values, of their sizes and of their weights, to compare. The update does not
-    step `others`, so these need no gradient; None in a rehearsal that does not know them.
+    step `others`, so these need no gradient; None in a dry run that does not know them.
     """
 
     @property
@@ -75,15 +76,8 @@ class ObjectiveProtocol(Protocol):
     def total(self, outputs: Any, targets: Any) -> torch.Tensor: ...
 
 
-class MicroBatches(Protocol):
-    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
 @dataclass(frozen=True)
-class Blueprint:
+class ModelSpec:
     """A model, and the task's description of its parts: a strategy is built from it.
 
     `sample` returns the inputs of a few rows. The strategy calls `reduce_begun` when this rank's
@@ -96,9 +90,9 @@ class Blueprint:
     model: nn.Module
     blocks: Sequence[nn.Module]
     tensor_plan: Mapping[str, str]
-    draws: Draws
+    draws: ExampleRng
     sample: Callable[[], Any]
-    reduce_begun: Callable[[Any], Any] = id
+    reduce_begun: Callable[[Any], Any]
 
 
 class Strategy(ABC):
@@ -116,10 +110,11 @@ class Strategy(ABC):
     takes_mesh = False  # with axes that divide the model
     on_mesh = ""  # name of the strategy that takes its place on such a mesh
     builds_on_rank_0 = False  # the model, and only its structure on other ranks
+    divides_gradients = False  # over the ranks: `reduce` is called in each update
     averages = True  # the mean of the ranks' gradients, as DDP; False: their sum
     of_the_run: tuple[str, ...] = ()  # settings for the run's hash, layout in other strategies
     cost: type[Cost] = Cost
-    finding = ""  # a line of its own proof, if that is to warn only
+    finding = ""  # a line of its own check, if that is to warn only
     leaves: Leaves | None = None  # this rank's, if micro-batches have one size in any layout
 
     @classmethod
@@ -127,20 +122,20 @@ class Strategy(ABC):
         """Raise ConfigError for settings that cannot work, before the process group exists."""
         block = config.strategy
         if block.device_ids is not None and not cls.takes_device_ids:
-            why = "must be null without strategy=dp; set CUDA_VISIBLE_DEVICES"
-            raise ConfigError(f"strategy.device_ids={block.device_ids}: {why}")
+            raise ConfigError(f"""strategy.device_ids={block.device_ids}:
+                must be null without strategy=dp; set CUDA_VISIBLE_DEVICES""")
         if block.comm_hook != "none" and not cls.takes_comm_hook:
-            why = f"strategy={block.name} takes no comm hook; use ddp"
-            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+            raise ConfigError(f"""strategy.comm_hook={block.comm_hook}:
+                strategy={block.name} takes no comm hook; use ddp""")
         mesh = Mesh.of(block.mesh, world)
         if not cls.takes_mesh and mesh.is_divided:
-            why = f"strategy={block.name} has the whole model on each rank; leave strategy out"
-            raise ConfigError(f"strategy.mesh: {mesh}: {why}")
+            raise ConfigError(f"""strategy.mesh: {mesh}:
+                strategy={block.name} has the whole model on each rank; leave strategy out""")
 
     @classmethod
-    def cut(cls, config: Config) -> Cut:
+    def batch_split(cls, config: Config) -> BatchSplit:
         """Return the rules for splitting a global batch."""
-        return Cut(config.norm_rows or 1, config.data.most_rows)
+        return BatchSplit(config.norm_rows or 1, config.data.most_rows)
 
     @classmethod
     def draws_by_example(cls, config: Config, world: World) -> bool:
@@ -153,33 +148,32 @@ class Strategy(ABC):
         return world.divide_threads()
 
     @classmethod
-    def build(cls, blueprint: Blueprint) -> Strategy:
+    def build(cls, spec: ModelSpec) -> Strategy:
         """Build the strategy around a model; a subclass may return a simpler strategy."""
-        return cls(blueprint)
+        return cls(spec)
 
-    def __init__(self, blueprint: Blueprint):
+    def __init__(self, spec: ModelSpec):
         """Move the model to the device and convert it, which is enough for evaluation.
 
         Raises ConfigError for a model without trainable parameters.
         """
-        config, world, model = blueprint.config, blueprint.world, blueprint.model
-        self.blueprint = blueprint
-        self.blocks = blueprint.blocks
+        config, world, model = spec.config, spec.world, spec.model
+        self.spec = spec
+        self.blocks = spec.blocks
         self.config = config.strategy
         self.world = world
-        self.precision = blueprint.precision
-        self.rows = blueprint.draws.rows
+        self.precision = spec.precision
+        self.rows = spec.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
-        is_mean = config.norm_rows is not None or self.cut(config).is_fixed
+        is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed
         is_per_step = config.run.buffers == "per_step"
-        takes_all = is_per_step or self.cut(config).is_fixed
+        takes_all = is_per_step or self.batch_split(config).is_fixed
         self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, takes_all)
         if self.config.sync_batchnorm:
-            is_alone = self.mesh.data_size == 1
-            synchronize(model, self._data_group, is_alone)
+            self._synchronize(model)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
         recompute(model, self.config.recompute, self.blocks)
@@ -188,9 +182,14 @@ class Strategy(ABC):
         if not any(p.requires_grad for p in self.tensors.structure.parameters()):
             raise ConfigError("build_model: must return a model with trainable parameters")
 
+    def _synchronize(self, model: nn.Module) -> None:
+        """Make BatchNorm compute its statistics over the rows of all ranks."""
+        synchronize(model, self._data_group, is_alone=self.mesh.data_size == 1)
+
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
-        convert_dtype(model, self.precision.dtype)
+        kept = find_narrow(model, self.precision.autocast_dtype)
+        convert_dtype(model, self.precision.dtype, kept)
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
@@ -202,7 +201,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
-        """Rehearse one micro-batch and wrap the model for training; its weights do not change."""
+        """Run one micro-batch dry and wrap the model for training; its weights do not change."""
 
     @abstractmethod
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
@@ -231,7 +230,10 @@ class Strategy(ABC):
     def reduce(
         self, found_inf: torch.Tensor, wants_norm: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (found_inf of any rank, norm of the gradients of the whole model or None)."""
+        """Return (found_inf of any rank, norm of the gradients of the whole model or None).
+
+        A collective if the strategy `divides_gradients`.
+        """
         return found_inf, self._norm() if wants_norm else None  # each rank has all gradients
 
     def _norm(self) -> torch.Tensor:
@@ -243,7 +245,7 @@ class Strategy(ABC):
 
     @contextmanager
     def standing_in(self, module: nn.Module) -> Iterator[None]:
-        """Let another module be the model in the block, as a copy in a proof."""
+        """Let another module be the model in the block, as a copy in a check."""
         own = self.module
         self.module = module
         try:
@@ -297,29 +299,30 @@ class Strategy(ABC):
             trained = {name: p for name, p in tensors.parameters.items() if id(p) in ids}
             check_reached(self.config, trained)
 
-    def _rehearse(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
+    def _dry_run(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Run forward and backward once on the unwrapped module.
 
         Lazy layers create their weights, and the operations are counted.
         """
         inputs, targets = copied(batch)
-        watch = FunctionalBatchNorm.watch(self.module, self.blueprint.config)
-        with FlopCounter() as counter, watch:
+        watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
+        watched = self.spec.draws.traces.watched("loss")
+        with eager(self.spec.config), FlopCounter() as counter, watch, watched:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                must = "must be dense; give its layer sparse=False"
-                raise ConfigError(f"the gradient of the parameter {name} is sparse: {must}")
+                raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
+                    give its layer sparse=False""")
         self.flops = counter.total / count_rows(targets, inputs)
         self.tensors = self._open_tensors()
-        is_whole = self.config.recompute == "none" and self.blueprint.config.run.compile != "blocks"
+        is_whole = self.config.recompute == "none" and self.spec.config.run.compile != "blocks"
         self._compile([self.module] if is_whole else self.blocks)
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""
-        given = self.blueprint.config.run.compile
+        given = self.spec.config.run.compile
         if given == "blocks" and not modules:
             raise ConfigError("run.compile=blocks: the task has no blocks; define blocks(model)")
         for module in modules if given else ():
@@ -327,45 +330,6 @@ class Strategy(ABC):
             is_outer = isinstance(module.forward, ActivationCheckpoint)
             owner, name = (module.forward, "inner") if is_outer else (module, "forward")
             setattr(owner, name, compiled(getattr(owner, name), given))
-
-
-def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:
-    """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
-
-    Raises ConfigError if torch does not see such a GPU.
-    """
-    count = accelerator.count()
-    each = settings.devices_per_rank
-    if not count:
-        return (torch.device("cpu"),) * each
-    numbers: Sequence[int] = range(world.local_rank * each, (world.local_rank + 1) * each)
-    if find_strategy(settings).takes_device_ids:  # one process for all GPUs
-        numbers = settings.device_ids or range(count)
-    elif each == 1:
-        numbers = [world.local_rank % count]  # ranks may share a GPU
-    if max(numbers) >= count or min(numbers) < 0:
-        ids = settings.device_ids
-        key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
-        why = f"rank {world.rank} has no GPU {max(numbers)}; use the {count} that torch sees"
-        raise ConfigError(f"strategy.{key}: {why}")
-    return tuple(torch.device(accelerator.kind(), number) for number in numbers)
-
-
-def find_strategy(settings: StrategySettings) -> type[Strategy]:
-    """Return the strategy of trainer/strategy/<name>.py, or the one that it needs for the mesh.
-
-    Raises ConfigError if there is none.
-    """
-    name = settings.name
-    module = f"trainer.strategy.{name}"
-    if not name.isidentifier() or find_spec(module) is None:
-        raise ConfigError(f"strategy.name={name}: must be the name of a file in trainer/strategy")
-    strategy = getattr(import_module(module), "STRATEGY", None)
-    if strategy is None:
-        raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
-    if strategy.on_mesh and is_divided(settings.mesh):
-        return find_strategy(replace(settings, name=strategy.on_mesh))
-    return strategy
 
 
 def convert(

@@ -108,3 +108,36 @@ def reduced(num_bytes: float, size: int) -> float:
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class AllReduceCost(Cost):
+    """The cost of one all-reduce of the gradients, a bucket at a time, and of the extras."""
+
+    @classmethod
+    def messages(cls, rank: PlannedRank) -> list[Message]:
+        sizes = [p.nbytes for p in rank.trained]
+        extras = (AGREED + rank.num_statistics) * max(4, rank.itemsize)
+        block = rank.config.strategy
+        count = count_buckets([extras, *(rank.gradients or sizes[::-1])], block.bucket_mb)
+        is_plain = block.comm_hook == "none"
+        note = "" if is_plain else f"before strategy.comm_hook={block.comm_hook}"
+        source = MEASURED if is_plain else ESTIMATED
+        sent = reduced(sum(sizes) + extras, rank.mesh.replicate)
+        return [Message("replicate", "all-reduce of gradients", count, sent, source, note)]
+
+    @classmethod
+    def memory(cls, rank: PlannedRank) -> list[MemoryRow]:
+        buckets = MemoryRow("buckets of ddp", 0, note="the same memory as the gradients")
+        return [buckets] if rank.mesh.data_size > 1 else []
+
+
+def count_buckets(sizes: Sequence[int], bucket_mb: float) -> int:
+    """Return the number of DDP's buckets: each is closed by the tensor that fills it."""
+    count = 0
+    filled = 0
+    for size in sizes:
+        count += filled == 0
+        filled += size
+        if filled >= bucket_mb * 2**20:
+            filled = 0
+    return count

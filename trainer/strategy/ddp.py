@@ -1,86 +1,108 @@
 """Distributed data parallel: one process per device, gradients averaged during backward.
 
-The *ride* is an extra parameter: values in its gradient are all-reduced with the model's gradients.
+The *extras* are one more parameter: values in its gradient are all-reduced with the model's.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parameter import is_lazy
 
+from trainer.codec import bytes_of
 from trainer.config.schema import Config
-from trainer.data.preparation import MicroBatch
+from trainer.data.preparation import MicroBatch, MicroBatches
 from trainer.distributed import accelerator
-from trainer.distributed.backend import choose_backend
+from trainer.distributed.rendezvous import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.hook_errors import call
+from trainer.hook_calls import call
 from trainer.micro_batch import copied
-from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
-from trainer.strategy.cost import (
-    AGREED,
-    ESTIMATED,
-    MEASURED,
-    Cost,
-    MemoryRow,
-    Message,
-    PlannedRank,
-    reduced,
-)
-from trainer.strategy.modules.comm_hooks import COMPRESSING, open_hook, share_odd_buffers
-from trainer.strategy.modules.dry_run import untouched
-from trainer.strategy.modules.reached_parameters import reaching
+from trainer.sandbox import BufferCopies, keep_passes, sandbox
+from trainer.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
+from trainer.strategy.cost import AllReduceCost
+from trainer.strategy.modules.dry_run import hooked, reaching
 from trainer.strategy.single import SingleDevice
+
+COMPRESSING = ("fp16", "bf16", "powersgd")  # hooks that send compressed gradients
+
+
+def open_hook(name: str) -> tuple[Any, Callable[..., Any]]:
+    """Return (state, hook) for DDP's register_comm_hook.
+
+    A float64 bucket contains only the extras of DDP, which must not be compressed: it is
+    all-reduced.
+    """
+    if name == "parameter_server":
+        return None, _reduce_on_rank_0
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    state = None
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
+
+    def hook(state, bucket):  # no annotations: DDP reads them, and rejects strings
+        if bucket.buffer().dtype == torch.float64:
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        if name != "powersgd":
+            return compress(state, bucket)
+        # PowerSGD's callbacks start their own reductions, over gloo in threads without an order:
+        # 3 of 3 runs with several buckets and SyncBN hung or crashed (torch 2.13). So wait here.
+        return _completed(compress(state, bucket).wait())
+
+    return state, hook
+
+
+def _reduce_on_rank_0(state, bucket):
+    """Reduce to rank 0 and broadcast the mean, like a parameter server.
+
+    Backward waits for it.
+    """
+    gradient = bucket.buffer()
+    dist.reduce(gradient, 0)
+    dist.broadcast(gradient.div_(dist.get_world_size()), 0)
+    return _completed(gradient)
+
+
+def _completed(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradient)
+    return future
+
+
+SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+
+
+def share_odd_buffers(module: nn.Module) -> None:
+    """Send rank 0's buffers of dtypes that NCCL has not, as bytes; DDP leaves them out."""
+    odd = {name: b for name, b in module.named_buffers() if b.dtype not in SENT}
+    for buffer in odd.values():
+        whole = buffer.contiguous()
+        dist.broadcast(bytes_of(whole), 0)
+        buffer.copy_(whole)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, [*odd])
+
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
 _KNOWN = inspect.signature(TorchDDP).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
 
-class AllReduceCost(Cost):
-    """The cost of one all-reduce of the gradients, a bucket at a time, and of the ride."""
-
-    @classmethod
-    def messages(cls, rank: PlannedRank) -> list[Message]:
-        sizes = [p.nbytes for p in rank.trained]
-        ride = (AGREED + rank.num_statistics) * max(4, rank.itemsize)
-        block = rank.config.strategy
-        count = count_buckets([ride, *(rank.gradients or sizes[::-1])], block.bucket_mb)
-        is_plain = block.comm_hook == "none"
-        note = "" if is_plain else f"before strategy.comm_hook={block.comm_hook}"
-        source = MEASURED if is_plain else ESTIMATED
-        sent = reduced(sum(sizes) + ride, rank.mesh.replicate)
-        return [Message("replicate", "all-reduce of gradients", count, sent, source, note)]
-
-    @classmethod
-    def memory(cls, rank: PlannedRank) -> list[MemoryRow]:
-        buckets = MemoryRow("buckets of ddp", 0, note="the same memory as the gradients")
-        return [buckets] if rank.mesh.data_size > 1 else []
-
-
-def count_buckets(sizes: Sequence[int], bucket_mb: float) -> int:
-    """Return the number of DDP's buckets: each is closed by the tensor that fills it."""
-    count = 0
-    filled = 0
-    for size in sizes:
-        count += filled == 0
-        filled += size
-        if filled >= bucket_mb * 2**20:
-            filled = 0
-    return count
-
-
 class DistributedDataParallel(Strategy):
     """torch's DDP, whose gradient reduction also carries the other values that ranks agree on.
 
-    The ride is a small parameter next to the model, which the optimizer, clipping and state_dict
+    The extras are a small parameter next to the model, which the optimizer, clipping and state_dict
     do not include. Its gradient is the weight of the batch, the request to stop, and the model's
     running statistics. One extra all-reduce would cost 50 to 100 % of a small step over gloo. The
     running statistics are the mean over the ranks after every step, so evaluation and saving do
@@ -97,69 +119,81 @@ class DistributedDataParallel(Strategy):
         hook = config.strategy.comm_hook
         precision = config.strategy.precision
         if hook in COMPRESSING and precision in ("fp64", "bf16", "fp16"):
-            why = f"compresses float32 gradients, and strategy.precision={precision} has none"
-            raise ConfigError(f"strategy.comm_hook={hook}: {why}; use none or parameter_server")
+            raise ConfigError(f"""strategy.comm_hook={hook}: compresses float32 gradients,
+                and strategy.precision={precision} has none; use none or parameter_server""")
         if hook == "bf16" and choose_backend(config.dist, world) != "nccl":
             raise ConfigError("strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16")
 
     @classmethod
-    def build(cls, blueprint: Blueprint) -> Strategy:
+    def build(cls, spec: ModelSpec) -> Strategy:
         """Build the strategy; on one rank SingleDevice gives the same numbers without a wrapper."""
-        comm_hook = blueprint.config.strategy.comm_hook
-        is_alone = blueprint.world.world_size == 1 and comm_hook == "none"
-        return (SingleDevice if is_alone else cls)(blueprint)
+        comm_hook = spec.config.strategy.comm_hook
+        is_alone = spec.world.world_size == 1 and comm_hook == "none"
+        return (SingleDevice if is_alone else cls)(spec)
 
-    def __init__(self, blueprint: Blueprint):
-        super().__init__(blueprint)
+    def __init__(self, spec: ModelSpec):
+        super().__init__(spec)
         self._wrapped: Any = None
-        self._ride = nn.Parameter(torch.zeros(2))
+        self._extras = nn.Parameter(torch.zeros(2))
+        self._unreached: list[nn.Parameter] = []  # by the loss alone, beside a task's other updates
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         if not dist.is_initialized():  # one process on a machine without a network
             hook = self.config.comm_hook
             raise ConfigError(f"strategy.comm_hook={hook}: needs a network interface; use none")
-        with untouched(self.module) as before:
-            self._rehearse(batch, objective)
+        before = BufferCopies(self.module)
+        reached: list[torch.Tensor] = []
+        known = [p for p in self.module.parameters() if p.requires_grad and not is_lazy(p)]
+        hooks = (p.register_post_accumulate_grad_hook(reached.append) for p in known)
+        with sandbox(keep_passes(self.module, before)), hooked(hooks):
+            self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached(objective)
+            self._unreached = [p for p in self.tensors.trained if p.grad is None]
         is_compressed = self.config.comm_hook in COMPRESSING
         dtype = torch.float64 if is_compressed else self.precision.wide
-        carrier = _Carrier(self.module, 2 + sum(self.statistics.sizes), dtype)
-        self._ride = carrier.ride
+        has_graph = self.config.find_unused_parameters
+        carrier = _ModelWithExtras(self.module, 2 + sum(self.statistics.sizes), dtype, has_graph)
+        self._extras = carrier.extras
         share_odd_buffers(carrier)
         self._wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
             self._wrapped.register_comm_hook(*open_hook(self.config.comm_hook))
         # DDP reorders its buckets after the first backward, which changes the bits of sums over
-        # three or more ranks. So the first backward is not a step.
-        reached: list[torch.Tensor] = []
-        hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self.tensors.trained]
-        with untouched(self.module):
-            self.forward_backward([copied(batch)], objective)
-        for hook in hooks:
-            hook.remove()
-        reached[-1].register_post_accumulate_grad_hook(self.blueprint.reduce_begun)
+        # three or more ranks, and what a hook keeps by bucket: there that backward is not a step.
+        is_plain = self.config.comm_hook == "none" and not self.config.static_graph
+        if self.world.world_size > 2 or not is_plain:
+            with sandbox(keep_passes(self.module)):
+                self.forward_backward([copied(batch)], objective)
+        (reached or self.tensors.trained)[-1].register_post_accumulate_grad_hook(
+            self.spec.reduce_begun
+        )
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         last = len(batch)
-        others = self.tensors.trained if objective.others is None else objective.others
+        others = self._unreached if objective.others is None else objective.others
         if self.config.find_unused_parameters:
             others = ()  # DDP finds itself what has no gradient
-        self.statistics.begin()
+        statistics = self.statistics
+        if statistics.are_used:
+            statistics.begin()
         for number, (inputs, targets) in enumerate(batch, 1):
-            self.statistics.rewind()
+            if statistics.are_used:
+                statistics.rewind()
             with nullcontext() if number == last else self._wrapped.no_sync():
                 with self.precision.autocast():
-                    outputs, ride = call(self._wrapped, inputs, self.rows)
+                    outputs, extras = call(self._wrapped, inputs, self.rows)
                     total, carried = objective(outputs, targets)
-                self.statistics.note(targets, inputs)
-                if number == last and self.statistics.sizes:
-                    statistics = [part.detach().flatten() for part in self.statistics.read()]
-                    carried = torch.cat([carried, *statistics])
+                if statistics.are_used:
+                    statistics.note(targets, inputs)
+                if number == last and statistics.are_used and statistics.sizes:
+                    parts = [part.detach().flatten() for part in statistics.read()]
+                    carried = torch.cat([carried, *parts])
                 root = self.precision.root(total, objective.scale)
                 total = reaching(total, others if number == last else ())
-                parts = [total, ride[: len(carried)]]
-                torch.autograd.backward(parts, [root, carried.to(ride)])
+                if len(carried) < len(extras):
+                    carried = pad(carried, (0, len(extras) - len(carried)))
+                torch.autograd.backward([total, extras], [root, carried.to(extras)])
         self._check_reached(objective)
         return self._unload()
 
@@ -182,33 +216,34 @@ class DistributedDataParallel(Strategy):
             switches["device_ids"] = [self.world.device]
         return switches
 
-    @torch.no_grad()
     def _unload(self) -> torch.Tensor:
-        """Return the carried totals and write the statistics, from the ride's averaged gradient."""
-        gradient = self._ride.grad
+        """Return the carried totals, and write the statistics, from the averaged gradient."""
+        gradient = self._extras.grad
         assert gradient is not None
-        totals = gradient[:2] * self.mesh.data_size
-        if sizes := self.statistics.sizes:
+        self._extras.grad = None
+        if self.statistics.are_used and (sizes := self.statistics.sizes):
             self.statistics.write(gradient[2:].split(sizes))
-        self._ride.grad = None
-        return totals
+            gradient = gradient[:2]
+        return gradient * self.mesh.data_size
 
 
-class _Carrier(nn.Module):
-    """The model together with the ride, the parameter whose gradient carries other values.
+class _ModelWithExtras(nn.Module):
+    """The model together with the extras, the parameter whose gradient carries other values.
 
-    DDP reduces each dtype separately: a ride whose dtype no gradient has is reduced alone.
+    DDP reduces each dtype separately: extras whose dtype no gradient has are reduced alone.
     """
 
-    def __init__(self, module: nn.Module, size: int, dtype: torch.dtype):
+    def __init__(self, module: nn.Module, size: int, dtype: torch.dtype, has_graph: bool):
         super().__init__()
+        self._has_graph = has_graph
         self.module = module
         device = next(p.device for p in module.parameters() if p.requires_grad)
-        self.ride = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+        self.extras = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        # in the graph of the outputs, so DDP never finds it unused
-        return self.module(*args, **kwargs), self.ride * 1
+        outputs = self.module(*args, **kwargs)
+        # in a graph of its own only where DDP looks there for what is unused: 50 us
+        return outputs, self.extras * 1 if self._has_graph else self.extras
 
 
 STRATEGY = DistributedDataParallel

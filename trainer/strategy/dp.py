@@ -26,16 +26,15 @@ class DataParallel(SingleDevice):
             name = "sync_batchnorm=true" if block.sync_batchnorm else count
             raise ConfigError(f"strategy.{name}: is not supported by torch's DataParallel; use ddp")
         if config.norm_rows is not None and len(world.devices) > 1:
-            why = "torch's DataParallel splits micro-batches anywhere; set null, or use ddp"
-            raise ConfigError(f"run.norm_rows={config.norm_rows}: {why}")
+            raise ConfigError(f"""run.norm_rows={config.norm_rows}:
+                torch's DataParallel splits micro-batches anywhere; set null, or use ddp""")
         is_recomputed = block.recompute != "none"
         if len(world.devices) > 1 and (config.run.compile or is_recomputed):
             name = "strategy.recompute" if is_recomputed else "run.compile"
-            why = "torch's DataParallel makes copies, which would use the weights of the first GPU"
-            raise ConfigError(f"{name}: {why}; leave it out, or use ddp")
+            raise ConfigError(f"""{name}: torch's DataParallel makes copies,
+                which would use the weights of the first GPU; leave it out, or use ddp""")
         if world.world_size > 1:
-            started = f"must be one process, and {world.started}"
-            raise ConfigError(f"strategy=dp: {started}; use ddp")
+            raise ConfigError(f"strategy=dp: must be one process, and {world.started}; use ddp")
         super(SingleDevice, cls).check(config, world)
 
     @classmethod

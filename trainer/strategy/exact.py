@@ -1,4 +1,4 @@
-"""Exact: the same bits on any number of ranks.
+"""The same bits on any number of ranks: gradients are summed in one fixed binary tree (law 13).
 
 A *leaf* is a micro-batch of fixed size. Every sum over a global batch is computed in one binary
 tree over its leaves.
@@ -12,19 +12,21 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainer.config.schema import Config
-from trainer.data.batch_plan import Cut, Leaves, split
-from trainer.data.preparation import MicroBatch
+from trainer.data.order import BatchSplit, Leaves, split
+from trainer.data.preparation import MicroBatch, MicroBatches
 from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.hook_errors import call
-from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
+from trainer.hook_calls import call
+from trainer.sandbox import BufferCopies, keep_passes, sandbox
+from trainer.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.strategy.cost import (
     AGREED,
     ESTIMATED,
@@ -34,8 +36,62 @@ from trainer.strategy.cost import (
     PlannedRank,
     size_of,
 )
-from trainer.strategy.exact_tree import Node, Tree, nodes_of
-from trainer.strategy.modules.dry_run import untouched
+
+
+class Node(NamedTuple):
+    """The sum of the leaves from number x 2**level to (number + 1) x 2**level - 1."""
+
+    level: int
+    number: int
+
+
+class Tree:
+    """Sum of nodes that are added from left to right; two siblings become their parent.
+
+    It works as a binary counter, which stores at most log2(leaves) vectors.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[Node, torch.Tensor]] = []
+
+    def add(self, node: Node, vector: torch.Tensor) -> None:
+        """Add a node to the right of all previous ones; `vector` may be modified in place."""
+        while node.number % 2 and self._nodes:
+            before, left = self._nodes[-1]
+            if before != (node.level, node.number - 1):
+                break
+            self._nodes.pop()
+            vector = left.add_(vector)
+            node = Node(node.level + 1, node.number // 2)
+        self._nodes.append((node, vector))
+
+    def nodes(self) -> list[Node]:
+        return [node for node, _ in self._nodes]
+
+    def vectors(self) -> list[torch.Tensor]:
+        return [vector for _, vector in self._nodes]
+
+    def root(self) -> torch.Tensor:
+        """Return the total of all leaves; a node without a sibling stands for its parent."""
+        while len(self._nodes) > 1:
+            node, vector = self._nodes.pop()
+            self.add(
+                Node(node.level + 1, node.number // 2) if not node.number % 2 else node, vector
+            )
+        return self._nodes[0][1]
+
+
+def nodes_of(first: int, last: int) -> list[Node]:
+    """Return the largest nodes that make up the leaves from `first` up to, without, `last`."""
+    nodes = []
+    while first < last:
+        level = 0
+        while first % 2 ** (level + 1) == 0 and first + 2 ** (level + 1) <= last:
+            level += 1
+        nodes.append(Node(level, first >> level))
+        first += 2**level
+    return nodes
+
 
 MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
 
@@ -81,37 +137,35 @@ class Exact(Strategy):
     of_the_run = ("strategy.name", "data.micro_batch", "eval.micro_batch")
 
     @classmethod
-    def cut(cls, config: Config) -> Cut:
+    def batch_split(cls, config: Config) -> BatchSplit:
         rows = config.data.most_rows or _default_leaf(config)
-        return Cut(rows, rows, is_fixed=True)
+        return BatchSplit(rows, rows, is_fixed=True)
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
         block = config.strategy
         if block.comm_hook != "none":
-            why = "strategy=exact sums in its own order; use none, or ddp"
-            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+            raise ConfigError(f"""strategy.comm_hook={block.comm_hook}:
+                strategy=exact sums in its own order; use none, or ddp""")
         super().check(config, world)
         if config.data.micro_batch == "auto":
-            why = "belongs to the run under strategy=exact, so it cannot depend on the memory"
-            raise ConfigError(f"data.micro_batch=auto: {why}; set {_default_leaf(config)}")
-        rows = cls.cut(config).unit
+            raise ConfigError(f"""data.micro_batch=auto: belongs to the run under strategy=exact,
+                so it cannot depend on the memory; set {_default_leaf(config)}""")
+        rows = cls.batch_split(config).unit
         whole = config.data.global_batch
         if block.sync_batchnorm:
-            why = "has no fixed order of sums"
-            raise ConfigError(
-                f"strategy.sync_batchnorm=true: {why}; set run.norm_rows under strategy=exact"
-            )
+            raise ConfigError("""strategy.sync_batchnorm=true: has no fixed order of sums;
+                set run.norm_rows under strategy=exact""")
         if block.devices_per_rank > 1:
-            given = f"strategy.devices_per_rank={block.devices_per_rank}"
-            raise ConfigError(f"{given}: must be 1 under strategy=exact; use ddp")
+            raise ConfigError(f"""strategy.devices_per_rank={block.devices_per_rank}:
+                must be 1 under strategy=exact; use ddp""")
         if whole % rows:
-            must = f"must divide data.global_batch={whole} under strategy=exact"
-            raise ConfigError(f"data.micro_batch={rows}: {must}; set {_default_leaf(config)}")
+            raise ConfigError(f"""data.micro_batch={rows}: must divide data.global_batch={whole}
+                under strategy=exact; set {_default_leaf(config)}""")
         if whole // rows < world.world_size:
-            count = f"data.global_batch={whole} is {whole // rows} leaves"
-            ranks = f"{world.world_size} ranks need one each"
-            raise ConfigError(f"data.micro_batch={rows}: {count}, and {ranks}; make it smaller")
+            raise ConfigError(f"""data.micro_batch={rows}:
+                data.global_batch={whole} is {whole // rows} leaves,
+                and {world.world_size} ranks need one each; make it smaller""")
 
     @classmethod
     def set_threads(cls, world: World) -> int:
@@ -130,10 +184,10 @@ class Exact(Strategy):
         torch.set_num_threads(1)
         return 1
 
-    def __init__(self, blueprint: Blueprint):
-        super().__init__(blueprint)
-        config = blueprint.config
-        self._leaf = self.cut(config).unit
+    def __init__(self, spec: ModelSpec):
+        super().__init__(spec)
+        config = spec.config
+        self._leaf = self.batch_split(config).unit
         total = config.data.global_batch // self._leaf
         parts = [split((0, total), self.mesh.data_size, r) for r in range(self.mesh.data_size)]
         first, last = parts[self.mesh.data_rank]
@@ -142,9 +196,10 @@ class Exact(Strategy):
         self._strides: list[tuple[int, ...]] = []
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
-        with untouched(self.module) as before:
+        before = BufferCopies(self.module)
+        with sandbox(keep_passes(self.module, before)):
             with _deterministic():
-                self._rehearse(batch, objective)
+                self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached(objective)
         self._strides = [parameter.stride() for parameter in self.tensors.trained]
@@ -162,7 +217,7 @@ class Exact(Strategy):
             self._check_reached(objective)
             tree.add(Node(0, number), self._pack(carried, part))
             self.tensors.drop_gradients()
-        self.blueprint.reduce_begun(None)
+        self.spec.reduce_begun(None)
         return self._unpack(self._reduce(tree))
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
@@ -185,8 +240,8 @@ class Exact(Strategy):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if gradient.is_sparse:
-                why = "sparse gradients have no fixed order of sums; set sparse=False"
-                raise ConfigError(f"strategy=exact: {why}")
+                raise ConfigError("""strategy=exact: sparse gradients have no fixed order of sums;
+                    set sparse=False""")
             if gradient.stride() != strides:
                 gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
             flat.append(gradient.as_strided((gradient.numel(),), (1,)))
@@ -244,8 +299,8 @@ def _deterministic() -> Iterator[None]:
         found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if found is None:
             raise
-        why = f"{found[1]} has no deterministic kernel on this device"
-        raise ConfigError(f"strategy=exact: {why}; choose another, or use ddp") from error
+        raise ConfigError(f"""strategy=exact: {found[1]} has no deterministic kernel on this device;
+            choose another, or use ddp""") from error
 
 
 def _default_leaf(config: Config) -> int:

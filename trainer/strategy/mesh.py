@@ -63,8 +63,8 @@ class Mesh:
                 advice = f"start a multiple of {fixed}, or set another size"
             if world.launcher.name == "python":
                 advice = f"start them with torchrun --nproc_per_node={fixed}, or set another size"
-            why = f"the product {must}, and {world.started}"
-            raise ConfigError(f"strategy.mesh: {given}: {why}; {advice}")
+            raise ConfigError(f"""strategy.mesh: {given}: the product {must}, and {world.started};
+                {advice}""")
         return cls(world.rank, **axes)
 
     @property

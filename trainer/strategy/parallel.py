@@ -17,35 +17,35 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
-from trainer.data.preparation import MicroBatch
-from trainer.distributed.backend import choose_backend
+from trainer.data.preparation import MicroBatch, MicroBatches
+from trainer.distributed.rendezvous import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.hook_errors import call
+from trainer.hook_calls import call
 from trainer.micro_batch import count_rows, take_rows
-from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
+from trainer.sandbox import BufferCopies, keep_passes, sandbox
+from trainer.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.mesh_model.build import Division
-from trainer.strategy.mesh_model.checks import check_copies, check_shared
+from trainer.strategy.mesh_model.assemble import PartitionedModel
 from trainer.strategy.mesh_model.context_parallel import Context
-from trainer.strategy.mesh_model.cost import MeshCost
-from trainer.strategy.mesh_model.divided_parameters import DividedParameters
+from trainer.strategy.mesh_model.division_check import DivisionCheck, perturbed
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES, seeded
-from trainer.strategy.mesh_model.mesh_proof import MeshProof, stirred
-from trainer.strategy.mesh_model.tensors import DividedTensors
-from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
+from trainer.strategy.mesh_model.gradient_sums import DividedParameters, UnusedParameters
+from trainer.strategy.mesh_model.mesh_cost import MeshCost
+from trainer.strategy.mesh_model.mesh_tensors import DividedTensors, check_copies, check_shared
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
-from trainer.strategy.modules.dry_run import FlopCounter, untouched
-from trainer.strategy.pipeline_parallel.schedule import order
+from trainer.strategy.modules.dry_run import FlopCounter, eager
+from trainer.strategy.pipeline_parallel.p2p import order
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
-Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and the passage of its stage
+PassResult = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and the passage of its stage
 
 
 class MeshParallel(Strategy):
     """A model over `strategy.mesh`. Gradients are sums over the ranks, not means."""
 
+    divides_gradients = True
     takes_mesh = True
     builds_on_rank_0 = True
     averages = False
@@ -58,22 +58,22 @@ class MeshParallel(Strategy):
         super().check(config, world)
         mesh = Mesh.of(block.mesh, world)
         if block.devices_per_rank > 1:
-            given = f"strategy.devices_per_rank={block.devices_per_rank}"
-            raise ConfigError(f"{given}: must be 1 with a mesh that divides the model; use ddp")
+            raise ConfigError(f"""strategy.devices_per_rank={block.devices_per_rank}:
+                must be 1 with a mesh that divides the model; use ddp""")
         if world.world_size > 1 and choose_backend(config.dist, world) == "mpi":
             raise ConfigError("dist.backend=mpi: cannot divide a model; use gloo or nccl")
         if mesh.divides_model and config.run.dropout == "torch":
-            why = f"{mesh} cannot share the draws of torch's generator; use example"
-            raise ConfigError(f"run.dropout=torch: {why}")
+            raise ConfigError(f"""run.dropout=torch:
+                {mesh} cannot share the draws of torch's generator; use example""")
         if block.sequence and mesh.tensor == 1:
             raise ConfigError("strategy.sequence=true: strategy.mesh.tensor must be above 1")
         if block.sequence and mesh.context > 1:
             raise ConfigError("strategy.sequence=true: must be false with strategy.mesh.context")
 
     @classmethod
-    def build(cls, blueprint: Blueprint) -> Strategy:
+    def build(cls, spec: ModelSpec) -> Strategy:
         """Build the strategy; on one rank SingleDevice gives the same numbers."""
-        return (SingleDevice if blueprint.world.world_size == 1 else cls)(blueprint)
+        return (SingleDevice if spec.world.world_size == 1 else cls)(spec)
 
     # Construction -------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class MeshParallel(Strategy):
         """Divide the model: it has values on rank 0, only shapes on others. A collective."""
         context = self.world.groups["context"]
         self._context = Context(context) if context.size > 1 else None
-        self._division = Division(self.blueprint, self.mesh, self._context)
+        self._division = PartitionedModel(self.spec, self.mesh, self._context)
         return model
 
     def _open_tensors(self) -> DividedTensors:
@@ -100,9 +100,12 @@ class MeshParallel(Strategy):
     # Training -----------------------------------------------------------------------------------
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
-        with untouched(self.module) as before:
-            watch = FunctionalBatchNorm.watch(self.tensors.structure, self.blueprint.config)
-            with FlopCounter() as counter, watch, self._division.outputs_checked(self.module):
+        before = BufferCopies(self.module)
+        with sandbox(keep_passes(self.module, before)):
+            watch = FunctionalBatchNorm.watch(self.tensors.structure, self.spec.config)
+            watched = self.spec.draws.traces.watched("loss")
+            checked = self._division.outputs_checked(self.module)
+            with eager(self.spec.config), FlopCounter() as counter, watch, checked, watched:
                 self._forward_backward([batch], objective)
             inputs, targets = batch
             own = counter.total / count_rows(targets, inputs)
@@ -113,9 +116,9 @@ class MeshParallel(Strategy):
             check_shared(self.module, self._division.partition.shared, before, self.world)
         self.tensors.drop_gradients()
         if self._context is not None and not self._context.calls:
-            why = "the model never calls scaled_dot_product_attention"
-            raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
-        prove = self.blueprint.config.run.prove
+            raise ConfigError(f"""strategy.mesh.context={self.mesh.context}:
+                the model never calls scaled_dot_product_attention; set 1""")
+        prove = self.spec.config.run.prove
         if prove:
             self.finding = self.prove(batch, objective)
             if self.finding and prove != "warn":
@@ -135,22 +138,22 @@ class MeshParallel(Strategy):
         """
         if not self.mesh.divides_model or self._is_unproved:
             return ""
-        inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
+        inputs, targets = take_rows(batch, 2 * (self.spec.config.norm_rows or 1))
         divided = self.module.eval()
-        with untouched(self.module), stirred(self.tensors) as whole:
-            proof = MeshProof(whole.eval(), self.mesh, self.world, self.precision, objective)
+        with sandbox(keep_passes(self.module)), perturbed(self.tensors) as whole:
+            check = DivisionCheck(whole.eval(), self.mesh, self.world, self.precision, objective)
             try:
                 with torch.no_grad():
                     outputs = self.forward(inputs)
                     own = self._loss_sums(inputs, targets, objective)
                 self.module = whole  # a loss may read the task's model
-                line = proof.compare_values(inputs, targets, outputs, own)
+                line = check.compare_values(inputs, targets, outputs, own)
                 if not line:
-                    gradients = proof.gradients(inputs, targets)
+                    gradients = check.gradients(inputs, targets)
                     self.module = divided
                     with seeded(self.world.device):
                         self.forward_backward([(inputs, targets)], objective)
-                    line = proof.compare_gradients(self.tensors, gradients)
+                    line = check.compare_gradients(self.tensors, gradients)
             finally:
                 self.module = divided.train()
                 self.tensors.drop_gradients()
@@ -166,13 +169,13 @@ class MeshParallel(Strategy):
             if self.mesh.has_loss:
                 with seeded(self.world.device), self.precision.autocast():
                     sums = objective.sums(outputs, targets)
-        self._settle()
+        self._wait_for_sent()
         if self.mesh.context > 1:
             self.world.groups["context"].all_reduce(sums)
         return sums
 
     def _reading(self, objective: ObjectiveProtocol) -> AbstractContextManager[Any]:
-        """Check the parameters that a loss uses, in the rehearsal and in its first step."""
+        """Check the parameters that a loss uses, in the dry run and in its first step."""
         if id(objective) in self._checked:
             return nullcontext()
         named = self.module.named_parameters()
@@ -185,13 +188,13 @@ class MeshParallel(Strategy):
             outputs = self._run(inputs)
             if self.mesh.has_loss:
                 loss(outputs, targets)
-        self._settle()
+        self._wait_for_sent()
 
     def forward(self, inputs: Any) -> Any:
         inputs, _ = self._cut(inputs, ())
         with self._modes(), self.precision.autocast(), self._division.outputs_checked(self.module):
             outputs = self._run(inputs)
-        self._settle()
+        self._wait_for_sent()
         if not self.mesh.has_loss:
             return None
         outputs = gathered(outputs)
@@ -207,16 +210,16 @@ class MeshParallel(Strategy):
     def _modes(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._context is None else self._context
 
-    def _settle(self) -> None:
+    def _wait_for_sent(self) -> None:
         if self._division.stage is not None:
-            self._division.stage.p2p.settle()
+            self._division.stage.p2p.wait()
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         self.tensors.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
         self._checked.add(id(objective))  # its loss, which a train_step may have changed
-        self.blueprint.reduce_begun(None)
+        self.spec.reduce_begun(None)
         reached = self._unused.flags()
         statistics = [part.detach().double().flatten() for part in self.statistics.read()]
         others = torch.cat([*reached, *statistics]) if reached or statistics else totals[:0]
@@ -242,7 +245,7 @@ class MeshParallel(Strategy):
         """Accumulate this rank's part of the gradients; return the carried totals."""
         self._unused.begin()
         totals: torch.Tensor | None = None
-        passed: dict[int, Passed] = {}
+        passed: dict[int, PassResult] = {}
         batches = iter(batch)
         mesh = self.mesh
         with self._modes():
@@ -254,15 +257,17 @@ class MeshParallel(Strategy):
                     totals = carried if totals is None else totals + carried
                     continue
                 if mesh.pipeline > 1 and len(batch) > 1:
-                    batch.again(number)  # a recomputation repeats its draws
+                    batch.repeat_draws(number)  # a recomputation repeats its draws
                 self._return(*passed.pop(number), number == len(batch) - 1, objective.scale)
-        self._settle()
+        self._wait_for_sent()
         assert totals is not None
         self.tensors.take_gradients()
         self._unused.drop(len(batch))
         return totals
 
-    def _pass(self, batch: MicroBatch, objective: ObjectiveProtocol) -> tuple[Passed, torch.Tensor]:
+    def _pass(
+        self, batch: MicroBatch, objective: ObjectiveProtocol
+    ) -> tuple[PassResult, torch.Tensor]:
         """Run a micro-batch forward; return (loss, passage of the stage) and the carried totals."""
         self.statistics.rewind()
         inputs, targets = self._cut(*batch)
@@ -344,7 +349,7 @@ class MeshParallel(Strategy):
         own = sum(shard.tensor.numel() for shard in shards)
         size = sum(shard.tensor.nbytes for shard in shards)
         has = f"rank {self.world.rank} has {own:,} of {total:,} parameters, {size:,} bytes"
-        batch = self.blueprint.config.data
+        batch = self.spec.config.data
         rows = -(-batch.global_batch // self.mesh.data_size)
         count = -(-rows // (batch.most_rows or rows))
         lines = [f"mesh: {self.mesh}; {has}", *self._division.list_remarks(count)]

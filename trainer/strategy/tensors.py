@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
-from trainer.strategy.modules.reached_parameters import describe_change
-from trainer.strategy.shards import (
+from trainer.strategy.modules.dry_run import describe_change
+from trainer.strategy.tensor_shards import (
     Shard,
     TensorSource,
     check_model,
@@ -62,7 +62,10 @@ class Tensors:
 
     def gradients(self) -> list[list[torch.Tensor]]:
         """Return the gradients, grouped by device and dtype as foreach operations require."""
-        return [[g for p in kind if (g := p.grad) is not None] for kind in self._kinds]
+        found = []
+        for kind in self._kinds:
+            found.append([g for p in kind if (g := p.grad) is not None])
+        return found
 
     def drop_gradients(self) -> None:
         """Free all gradients."""
@@ -106,16 +109,19 @@ class Tensors:
         state = self.module.state_dict().items()
         return {name: value for name, value in state if is_extra(name, value)}
 
-    def load(self, source: TensorSource, extra: Mapping[str, Any]) -> None:
+    def load(
+        self, source: TensorSource, extra: Mapping[str, Any], left_out: Collection[str] = ()
+    ) -> None:
         """Load the tensors of a whole model, and what `extra_state` returned.
 
-        Raises CheckpointError, naming the first difference, if the state is of another model.
+        Those `left_out` keep their values. Raises CheckpointError, naming the first difference, if
+        the state is of another model.
         """
         built = tensors_of(self.module)
-        check_model(built, source.shapes())
+        check_model(built, source.shapes(), left_out)
         saved = read_whole(source)
         same = {id(tensor): saved[name] for name, tensor in built.items() if name in saved}
-        values = {name: same[id(tensor)] for name, tensor in built.items()}
+        values = {name: same.get(id(tensor), tensor) for name, tensor in built.items()}
         self.module.load_state_dict({**values, **extra})
 
 

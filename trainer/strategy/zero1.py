@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
-from trainer.strategy.cost import Message, Parts, PlannedRank, size_of
-from trainer.strategy.ddp import AllReduceCost, DistributedDataParallel
+from trainer.strategy.cost import AllReduceCost, Message, Parts, PlannedRank, size_of
+from trainer.strategy.ddp import DistributedDataParallel
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.gradient_sums import exchange
-from trainer.strategy.mesh_model.optimizer_trial import (
+from trainer.strategy.optimizer_trial import (
     check_hooks,
     check_independence,
     is_elementwise,
+    surround_step,
 )
-from trainer.strategy.mesh_model.owned_optimizer import surround_step
-from trainer.strategy.shards import Shard, find_owners
+from trainer.strategy.tensor_shards import Shard, find_owners
 from trainer.strategy.tensors import Tensors, join_states
 
 MOST_BYTES = 25 * 2**20  # of a message, as of DDP's buckets

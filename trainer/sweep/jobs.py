@@ -1,4 +1,9 @@
-"""Jobs of a sweep: runs in their own processes, with state and results on disk."""
+"""Jobs of a sweep: runs in their own processes or on SLURM, with state and results on disk.
+
+The settings are those of Hydra's submitit launcher (hydra.launcher.nodes, .tasks_per_node,
+.timeout_min, ...); submitit itself (the extra `slurm`) passes them to sbatch. Each job is a group
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shlex
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -16,16 +22,107 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoints import run_directory as rundir
+from trainer.checkpoints.run_directory import Lease
 from trainer.config.plain_files import read_json
 from trainer.config.schema import Config
 from trainer.config.typed import build
-from trainer.distributed import entry
+from trainer.distributed import launchers
 from trainer.distributed.signals import SIGNALS
-from trainer.errors import ConfigError, visible
-from trainer.record import files as rundir
-from trainer.record.lease import Lease
+from trainer.errors import ConfigError, one_line, visible
+from trainer.process import child
+from trainer.process.streams import print_table
+
+LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
+_CHOICE = "hydra/launcher="
+_PREFIX = "hydra.launcher."
+# submitit has these settings for every cluster; the others are named slurm_<name>.
+_FOR_ALL = (
+    *("name", "timeout_min", "mem_gb"),
+    *("nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node"),
+)
+
+
+def cluster_of(words: Sequence[str]) -> str | None:
+    """Return "slurm" or "local" if the words choose a launcher of submitit, else None.
+
+    Raises ConfigError for another launcher.
+    """
+    chosen = [word for word in words if word.startswith(_CHOICE)]
+    if not chosen:
+        return None
+    if chosen[-1] not in LAUNCHERS:
+        allowed = "must be submitit_slurm or submitit_local; without it the jobs run here"
+        raise ConfigError(f"{chosen[-1]}: {allowed}")
+    return LAUNCHERS[chosen[-1]]
+
+
+def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
+    """Return submitit's executor with the settings `hydra.launcher.*` among the words.
+
+    Raises ConfigError for unknown settings.
+    """
+    key = f"{_CHOICE}submitit_{cluster}"
+    try:
+        import submitit
+        from omegaconf import OmegaConf
+    except ImportError:
+        advice = "needs submitit: pip install 'lockstep-trainer[slurm]'"
+        raise ConfigError(f"{key}: {advice}") from None
+    if unknown := [word for word in words if not word.startswith((_PREFIX, _CHOICE))]:
+        allowed = "must be hydra.launcher.* with submitit"
+        raise ConfigError(f"{unknown[0]}: {allowed}")
+    given = [word.removeprefix(_PREFIX) for word in words if word.startswith(_PREFIX)]
+    settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
+    if cluster == "slurm":
+        # The signal at which Lockstep saves and requeues, two minutes before the time limit.
+        settings = {"signal_delay_s": 120, **settings}
+    python: dict[str, Any] = {}
+    if launchers.SCRIPT in os.environ and sys.version_info >= (3, 11):
+        # submitit starts its own module, and -m would put the working directory first.
+        python = {f"{cluster}_python": f"{shlex.quote(sys.executable)} -P"}
+    named = {n if n in _FOR_ALL else f"{cluster}_{n}": value for n, value in settings.items()}
+    try:
+        executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster, **python)
+        executor.update_parameters(**named)
+    except (NameError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key}: {one_line(error)[:300]}") from None
+    return executor
+
+
+def submit(executor: Any, words: Sequence[str]) -> str:
+    """Submit a job and return its id. Raise ConfigError with the error of sbatch."""
+    from submitit.core.utils import FailedJobError
+
+    try:
+        return visible(str(executor.submit(_train, list(words)).job_id))
+    except FailedJobError as error:
+        raise ConfigError(f"{_CHOICE}submitit_slurm: {one_line(error)[:300]}") from None
+
+
+def is_known(cluster: str, job: str) -> bool:
+    """Return True while the job waits or runs."""
+    if cluster == "local":
+        return Path("/proc", job).exists()
+    words = [shutil.which("squeue") or "squeue", "--noheader", f"--jobs={job}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
+    return done.returncode == 0 and bool(done.stdout.strip())
+
+
+def _train(words: list[str]) -> int:
+    """Run as a rank of the job. The process exits in here if training fails."""
+    launchers.append_working_directory()
+    sys.argv = ["trainer", *words]
+    try:
+        launchers.run_module()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
 
 STOPPED = 75
+POLL_S = 0.05
+MOST_OF_A_NAME = 80  # characters of a job's values
 _STATES = {0: "done", STOPPED: "stopped"}
 
 
@@ -58,16 +155,16 @@ class Job:
         config_dirs: Sequence[str],
         sweep: str,
     ) -> Job:
-        """Build a job. Its run directory is named by a digest of its arguments.
-
-        So no job can resume the run of another one.
+        """Build a job. Its run directory is named by its values, and a digest where these do not
+        tell it from all other jobs, so that no job can resume the run of another one.
         """
         given = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
+        has_mirror = config.checkpoint.mirror is not None
         words = [word for folder in config_dirs for word in ("--config-dir", folder)]
         words += [word for word in overrides if not word.startswith(("run.name=", "run.resume="))]
-        digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
-        name = config.run.name if "run.name" in given else f"{sweep}-{digest}"
+        name = config.run.name if "run.name" in given else f"{sweep}-{_name_values(given, words)}"
         words += [f"run.name={name}", f"run.resume={config.run.resume or 'auto'}"]
+        words += [f"checkpoint.mirror={config.checkpoint.mirror}/{name}"] * has_mirror
         return cls(number, given, words, str(Path(config.run.dir) / config.task.name / str(name)))
 
     @property
@@ -80,7 +177,7 @@ class Job:
         self.seconds = record.get("seconds", 0.0)
         self._take_results(rundir.read_exit(Path(self.directory)).get("code", record.get("code")))
 
-    def settle(self, code: int) -> None:
+    def end(self, code: int) -> None:
         """Read the results of a job that ended; use exit code `code` if it saved none."""
         self._take_results(rundir.read_exit(Path(self.directory)).get("code", self.code or code))
 
@@ -130,20 +227,53 @@ class Sweep:
             advice = f"{job.directory} is the run of another job; choose another run.name"
             raise ConfigError(f"job {job.number}: {advice}")
 
-    def run(self, job: Job, title: str) -> None:
-        """Run a job in its own process, unless it is finished. Forward stop signals to it."""
-        if job.state == "done":
-            print(f"{title} is finished: {job.label}", flush=True)
-            return
-        job.begin()
-        self.record()
-        print(f"{title}: {job.label}", flush=True)
-        began = time.monotonic()
-        code, is_asked = _run_process(job.words)
-        job.finish(code, time.monotonic() - began)
+    def run(self, jobs: Sequence[Job], num_jobs: int | None = None) -> None:
+        """Run the jobs that are not finished, each in its own process, `launch.jobs` at a time.
+
+        A line tells how each ended; `num_jobs` is the number of all jobs, if it is known. Stop
+        signals are passed on.
+        """
+        of = f" of {num_jobs}" if num_jobs else ""
+        waiting = []
+        for job in jobs:
+            if job.state == "done":
+                print(f"job {job.number}{of} is finished: {job.label}", flush=True)
+            else:
+                waiting.append(job)
+        free = [*range(self.config.launch.jobs)]
+        running: dict[int, _Process] = {}
+
+        def send(number: int) -> None:
+            for each in [*running.values()]:
+                each.process.send_signal(number)
+
+        with child.signals_passed_on(SIGNALS, send) as received:
+            while running or (waiting and not self.is_stopped):
+                while waiting and free and not self.is_stopped and not received:
+                    job, slot = waiting.pop(0), free.pop(0)
+                    running[slot] = _Process.of(job, self.place, slot, self.config.launch.jobs)
+                    for number in received:  # while it was started
+                        running[slot].process.send_signal(number)
+                    self.record()
+                for slot, each in [*running.items()]:
+                    if each.has_ended():
+                        del running[slot]
+                        free = sorted([*free, slot])
+                        self._tell_end(each, of)
+                self.is_stopped |= bool(received)
+                time.sleep(POLL_S)
+
+    def _tell_end(self, ended: _Process, of: str) -> None:
+        """Record how a job ended, and print its line."""
+        job = ended.job
         is_over = job.state == "failed" and self.config.launch.on_failed_job == "stop"
-        self.is_stopped |= is_asked or is_over or job.state == "stopped"
+        self.is_stopped |= is_over or job.state == "stopped"
         self.record()
+        told = f"{self.config.best_metric} {job.value:.4f}" if job.value is not None else ""
+        if job.state == "failed":
+            told = f"{child.last_words(child.read_end(ended.log))}; its output is in {ended.log}"
+        words = ", ".join(filter(None, (job.state, told, f"{job.seconds:.0f} s")))
+        print(visible(f"job {job.number}{of} ({job.label}): {words}"), flush=True)
 
     def ranking(self) -> list[Job]:
         """Return the jobs, best first, those without a value last."""
@@ -173,21 +303,17 @@ class Sweep:
 
     def end(self) -> int:
         """Print a table of all jobs. Return 0 if all are done, 1 if some failed, 75 if stopped."""
-        from rich.console import Console
-        from rich.table import Table
-
         best = f"best {self.config.best_metric}"
         columns = ("job", *self.jobs[0].swept, "state", best, "directory")
-        table = Table(*columns, box=None, header_style="bold")
+        rows = []
         for job in self.ranking():
             value = "" if job.value is None else f"{job.value:.4f}"
-            row = (str(job.number), *job.swept.values(), job.state, value, job.directory)
-            table.add_row(*map(visible, row))
-        Console(width=None if sys.stdout.isatty() else 200).print(table)
+            rows.append((str(job.number), *job.swept.values(), job.state, value, job.directory))
+        print_table(columns, rows)
         print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
         if sum(job.state == "done" for job in self.jobs) > 1:
             words = shlex.join([str(self.place), f"out={self.place}/compare.html"])
-            print(entry.as_started(f"compare with: python -m trainer.compare {words}"))
+            print(launchers.as_started(f"compare with: python -m trainer.show {words}"))
         states = {job.state for job in self.jobs}
         if states == {"done"}:
             return 0
@@ -204,26 +330,69 @@ def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Run a job and return (its exit code, True if this process received a stop signal).
+@dataclass(frozen=True)
+class _Process:
+    """A job that runs, and the file with its output.
 
-    The job has its own session, so that Ctrl-C reaches this process only, and only once.
+    It has its own session, so that Ctrl-C reaches the sweep only, and only once.
     """
-    asked: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, frame: object) -> None:
-        asked.append(number)
-        if process is not None:
-            process.send_signal(number)
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
 
-    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
-        command = [sys.executable, *entry.words(), *words]
-        process = subprocess.Popen(command, start_new_session=True)  # noqa: S603  # no shell
-        for number in asked:  # signals that came before the process existed
-            process.send_signal(number)
-        return process.wait(), bool(asked)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    @classmethod
+    def of(cls, job: Job, place: Path, slot: int, num_slots: int) -> _Process:
+        """Start a job in one of `num_slots` places of this machine."""
+        job.begin()
+        log = place / f"job-{job.number}.log"
+        with log.open("ab") as file:  # a later start goes on in it
+            words = [sys.executable, *launchers.words(), *job.words]
+            told = {**os.environ, **_divide_machine(slot, num_slots)}
+            process = child.start(words, stdout=file, stderr=subprocess.STDOUT, env=told)
+        return cls(job, process, log, time.monotonic())
+
+    def has_ended(self) -> bool:
+        """Return True, and finish the job, if its process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            self.job.finish(code, time.monotonic() - self.began)
+        return code is not None
+
+
+def _divide_machine(slot: int, num_slots: int) -> dict[str, str]:
+    """Return the variables with which a job uses its part of the machine's cores and GPUs."""
+    if num_slots == 1:
+        return {}
+    from trainer.distributed.world import usable_cores
+
+    told = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        told["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_slots))
+    devices = _list_visible_gpus()
+    each = len(devices) // num_slots
+    if devices:  # with more jobs than GPUs, several share one
+        first = slot * each if each else slot % len(devices)
+        told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + max(1, each)])
+    return told
+
+
+def _list_visible_gpus() -> list[str]:
+    """Return the GPUs that a process started here sees, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [word for word in given.split(",") if word.strip()]
+    from trainer.distributed import accelerator
+
+    return [str(number) for number in range(accelerator.count())]
+
+
+def _name_values(given: Mapping[str, str], words: Sequence[str]) -> str:
+    """Return the values of a job for the name of its directory: `lr0.01-seed1`."""
+    plain = "-".join(key.rpartition(".")[2] + value for key, value in given.items())
+    name = re.sub(r"[^\w.-]+", "_", plain)[:MOST_OF_A_NAME]
+    if plain and name == plain and len({key.rpartition(".")[2] for key in given}) == len(given):
+        return name
+    digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
+    return f"{name}-{digest}".lstrip("-")

@@ -1,9 +1,8 @@
-"""The work of `python -m trainer.verify`."""
+"""`python -m trainer.prove task=<name>`: compare a task in every layout, and after resumes."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,27 +10,28 @@ from pathlib import Path
 from trainer.cli import JSON, answer, load_task, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.distributed import accelerator
-from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
+from trainer.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import ConfigError
-from trainer.strategy.base import find_strategy
-from trainer.strategy.modules.comm_hooks import COMPRESSING
+from trainer.strategy.choice import find_strategy
+from trainer.strategy.ddp import COMPRESSING
 from trainer.task import Task
-from trainer.verify.comparison import Finding
-from trainer.verify.layouts import choose_layouts, prove_layouts
-from trainer.verify.resume import prove_resume
-from trainer.verify.stage import TrialRuns
-from trainer.verify.table import list_left_out, show
+from trainer.verify.findings import Finding
+from trainer.verify.layout_runs import TrialRuns, prove_resume
+from trainer.verify.layouts import choose_layouts, list_left_out, prove_layouts, show
 
 RESUME = "--resume"
 BITS = "--bits"
 WORDS = {True: {"steps", "kills", "seed"}, False: {"steps", "layouts"}}  # with and without --resume
 
 
-def verify(arguments: Sequence[str]) -> int:
-    """Prove a task in the layouts that the arguments name, and return the exit code."""
+def verify(arguments: Sequence[str], folder: Path) -> int:
+    """Prove a task in the layouts that the arguments name, and return the exit code.
+
+    The runs are written to a new folder, which the caller removes.
+    """
     if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE")):
         advice = "run it with python, not under a launcher"
-        raise ConfigError(f"trainer.verify: starts its own ranks; {advice}")
+        raise ConfigError(f"trainer.prove: starts its own ranks; {advice}")
     is_resume = RESUME in arguments
     is_bits = BITS in arguments
     if is_resume and is_bits:
@@ -50,20 +50,19 @@ def verify(arguments: Sequence[str]) -> int:
         config = load_config(overrides, config_dirs)
     steps = _read_integer(own, "steps", 10)
     left_out: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        stage = TrialRuns(Path(folder), overrides, config_dirs, config, steps)
-        if is_resume:
-            kills = _read_integer(own, "kills", 3)
-            seed = _read_integer(own, "seed", 0, least=0)
-            findings = prove_resume(stage, kills, seed)
-        else:
-            cut = find_strategy(config.strategy).cut(config)
-            units = config.data.global_batch // cut.unit
-            barred = _find_barred(task)
-            layouts = choose_layouts(own.get("layouts"), units, cut, barred)
-            findings = prove_layouts(stage, layouts, is_bits, "layouts" not in own)
-            if "layouts" not in own:
-                left_out = list_left_out(layouts, units, cut, barred)
+    stage = TrialRuns(folder, overrides, config_dirs, config, steps)
+    if is_resume:
+        kills = _read_integer(own, "kills", 3)
+        seed = _read_integer(own, "seed", 0, least=0)
+        findings = prove_resume(stage, kills, seed)
+    else:
+        batch_split = find_strategy(config.strategy).batch_split(config)
+        units = config.data.global_batch // batch_split.unit
+        barred = _find_barred(task)
+        layouts = choose_layouts(own.get("layouts"), units, batch_split, barred)
+        findings = prove_layouts(stage, layouts, is_bits, "layouts" not in own)
+        if "layouts" not in own:
+            left_out = list_left_out(layouts, units, batch_split, barred)
     return _answer(findings, steps, left_out)
 
 

@@ -1,16 +1,99 @@
-"""Evidence: what the ranks of a layout recorded. The findings are made from it."""
+"""Evidence: what the ranks of a layout recorded of their rows, data and model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from trainer.strategy.shards import slices
-from trainer.verify.rows import Row
+from trainer.engine.startup_checks.rank_agreement import CallDigest
+from trainer.engine.unsaved import AttributeSnapshot, of_dataset
+from trainer.loop.run import Run
+from trainer.same import gap
+from trainer.same.distance import digest_rows
+from trainer.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
+from trainer.strategy.tensor_shards import slices
+
+OF_A_PROBE = 4096  # elements of each tensor that are kept
+OF_A_STEP = 64  # of each of its examples
+
+Row = dict[str, list[float]]  # of one example: its elements by the tensor's name
+
+
+def rows_of(inputs: Any, targets: Any, most: int) -> list[Row]:
+    """Return the first elements of each example, at most `most` of each tensor."""
+    named = [
+        (root + keystr(path), leaf)
+        for root, tree in (("inputs", inputs), ("targets", targets))
+        for path, leaf in tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    columns = {
+        name: _real(leaf.detach()).reshape(len(leaf), -1)[:, :most].cpu().double().tolist()
+        for name, leaf in named
+        if len(leaf) == len(named[0][1])
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def describe_difference(one: Row, other: Row, place: str) -> str:
+    """Return the two values that differ most, `other` of them there; empty if all are equal."""
+    for name in one.keys() & other.keys():
+        sizes = len(one[name]), len(other[name])
+        if sizes[0] != sizes[1]:
+            return f"{name} has {sizes[1]} elements there and {sizes[0]} on {place}"
+    apart = [
+        (gap(a, b), name, number, a, b)
+        for name, values in one.items()
+        for number, (a, b) in enumerate(zip(values, other.get(name, []), strict=False))
+    ]
+    size, name, number, a, b = max(apart, key=itemgetter(0), default=(0.0, "", 0, 0.0, 0.0))
+    if not size:
+        return ""
+    return f"{name}[{number}] is {b:.9g} there and {a:.9g} on {place}, {size:.0e} apart"
+
+
+PROBED = 8  # examples, the same on every rank
+
+
+def probe(run: Run) -> Probe:
+    """Read a few examples, to compare them between ranks, and note what amplifies rounding."""
+    config = run.config
+    unit = config.norm_rows or 1
+    rows = unit * -(-min(PROBED, config.data.global_batch) // unit)
+    indices = run.batches.first_examples(0, rows)
+    dataset = run.batches.dataset
+    reading = AttributeSnapshot(of_dataset(dataset))
+    batch = next(iter(run.batches.of_examples(indices)))
+    changed_by_reading = reading.changed(of_dataset(dataset))
+    layers = dict(run.engine.strategy.tensors.structure.named_modules())
+    return Probe(
+        indices=indices.tolist(),
+        digests=digest_rows(batch),
+        rows=rows_of(*batch, OF_A_PROBE),
+        changed_by_reading=changed_by_reading,
+        is_torchs_dropout=config.run.dropout == "torch",
+        batchnorms=[name for name, layer in layers.items() if _is_plain_batchnorm(layer)],
+        has_max_pooling=any("MaxPool" in type(layer).__name__ for layer in layers.values()),
+        optimizers=[type(optimizer).__name__ for optimizer in run.engine.optimizers],
+    )
+
+
+def _is_plain_batchnorm(layer: nn.Module) -> bool:
+    known = (GroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, known)
+
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,7 +111,7 @@ class Probe:
     rows: list[Row]
     changed_by_reading: list[str]
     is_torchs_dropout: bool
-    has_batchnorm: bool
+    batchnorms: list[str]  # names of plain ones
     has_max_pooling: bool
     optimizers: list[str]
 
@@ -47,7 +130,9 @@ class Notes:
     last_weights: Tensors = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0
     probe: Probe | None = None
-    finding: str = ""  # the first line of the run's own proofs
+    # before the first and the last step: what modules, loss and gradients are for the same rows
+    results: list[list[CallDigest]] = field(default_factory=list)
+    finding: str = ""  # the first line of the run's own checks
     narrowest: str = ""  # precision of the narrowest sums of the first step, of a run on one rank
     has_rows: bool = True  # on one of the ranks that train on the same rows
     boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s

@@ -88,7 +88,8 @@ def main():
         for number, (images, labels) in enumerate(loader, 1):
             is_step = number % options.accumulation == 0 or number == len(loader)
             divisor = options.accumulation if fault != "undivided" else 1
-            quiet = not is_step or fault == "no_sync"
+            is_late = fault == "no_sync in forward passes"
+            quiet = not is_step or is_late or fault == "no_sync"
             with wrapped.no_sync() if quiet and wrapped is not model else nullcontext():
                 call = model if fault == "around the wrapper" else wrapped
                 branch = fault == "branch" and ranks > 1
@@ -99,6 +100,9 @@ def main():
                     loss = loss / ranks
                 if fault == "times ranks":
                     loss = loss * ranks
+                if not is_late:
+                    scaler.scale(loss / divisor).backward()
+            if is_late:
                 scaler.scale(loss / divisor).backward()
             if not is_step:
                 continue

@@ -38,8 +38,10 @@ saved = options.folder / "last.pt"
 step = 0
 if options.resume:
     state = torch.load(saved)
+    if options.lost == "a layer":
+        state["model"] = {k: v for k, v in state["model"].items() if not k.startswith("5.")}
     if options.lost != "model":
-        model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"], strict=options.lost != "a layer")
     if options.lost != "average":
         average.load_state_dict(state["average"])
     if options.lost == "moments":
@@ -56,7 +58,8 @@ if options.lost == "augmentation":
     torch.manual_seed(1 + options.resume)
 per_epoch = 5
 for epoch in range(step // per_epoch, 4):
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
+    seed = 0 if options.lost == "epoch" and options.resume else epoch
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
     for number, (x, y) in enumerate(DataLoader(data, 8, sampler=sampler)):
         if epoch * per_epoch + number < step:
             continue

@@ -196,7 +196,7 @@ for function in (nn.utils.clip_grad_norm_, F.cross_entropy, torch.save, torch.au
         raise AssertionError(function)
 left = {(owner.__name__, name) for owner, name in WRAPPED if (owner, name) not in called}
 assert not left, f"no case calls {left}"
-LOG = sys.modules["_lockstep_recorder.log"].LOG
+LOG = sys.modules["_lockstep_recorder.wrapping"].LOG
 errors = [line for line in LOG._lines if '"event": "error"' in line]
 assert not errors, errors
 dist.destroy_process_group()

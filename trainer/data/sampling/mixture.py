@@ -1,8 +1,10 @@
-"""Mixtures: groups of examples by proportion, each with epochs of its own."""
+"""Mixtures and weights: groups of examples by proportion, and examples taken more often."""
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -12,11 +14,105 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.sampling.base import IndexOrder, Sampling, State, as_vector, check_size
-from trainer.data.sampling.shards import ShardShuffle
-from trainer.errors import ConfigError
-from trainer.rng.permutation import Permutation
-from trainer.rng.philox import key_of
+from trainer.config.plain_files import parse_json, parse_safetensors
+from trainer.data.order import BLOCK
+from trainer.data.sampling import IndexOrder, Sampling, Shuffle, State, as_vector, check_size
+from trainer.data.sampling.shard_order import ShardShuffle
+from trainer.errors import CheckpointError, ConfigError
+from trainer.rng.philox import Permutation, key_of
+
+
+class Weighted(Sampling):
+    """Take `size` examples per epoch, each as often as its weight says, rounded up or down.
+
+    Systematic sampling (Madow, 1949): independent draws, as of torch's WeightedRandomSampler,
+    would leave out a third of equally weighted examples.
+
+        def sampling(self, split):
+            return Weighted(self.counts.reciprocal()[self.labels])
+    """
+
+    kind = "weights"
+
+    def __init__(self, weights: Any, size: int | None = None):
+        """`weights` (examples,): not negative, in any unit; `size`: by default their number.
+
+        Raises ConfigError for other weights.
+        """
+        self.weights = as_vector(weights, "weights", torch.float64)
+        # the sum of finite ones may be infinite
+        is_valid = self.weights.sum().isfinite() and bool((self.weights >= 0).all())
+        if not is_valid or not self.weights.any():
+            raise ConfigError("""weights:
+                must be finite, not negative, one at least above 0, and their sum finite""")
+        self.num_examples = len(self.weights)
+        self.size = self.num_examples if size is None else size
+        check_size("size", self.size)
+
+    def order(self, seed: int, epoch: int, global_batch: int) -> WeightedOrder:
+        return _make_order(self, seed, epoch)
+
+    def state(self) -> State:
+        return {"size": self.size}, {"weights": self.weights}
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Weighted:
+        return cls(tensors["weights"], settings["size"])
+
+    def describe(self) -> str:
+        fewest, most = self.expect(1)
+        return f"by weight, {self.size:,} an epoch, each {fewest:.3g} to {most:.3g} times"
+
+    def replacement(self, index: int, count: int) -> int:
+        """Return the next example with a weight above 0: the others may be held out."""
+        turned = self.weights.roll(-(index + count))
+        return (index + count + int((turned > 0).int().argmax())) % self.num_examples
+
+    def expect(self, epochs: float) -> tuple[float, float]:
+        expected = self.weights / self.weights.sum() * self.size * epochs
+        return float(expected.min()), float(expected.max())
+
+
+# A run asks for the order of an epoch several times at its start: 2 s for 10**7 examples.
+@lru_cache(maxsize=2)
+def _make_order(sampling: Weighted, seed: int, epoch: int) -> WeightedOrder:
+    return WeightedOrder(sampling, seed, epoch)
+
+
+@lru_cache(maxsize=1)
+def _make_shares(sampling: Weighted, seed: int, era: int) -> tuple[Permutation, torch.Tensor]:
+    """Return a permutation of the examples, and the sums of their weights in this order, to 1."""
+    examples = Permutation(sampling.num_examples, seed, "weights", era, "examples")
+    places = torch.arange(sampling.num_examples)
+    weights = [sampling.weights[examples(some)] for some in places.split(BLOCK)]
+    # numpy adds one by one, so the sums are equal on every machine
+    sums = torch.from_numpy(np.cumsum(torch.cat(weights).numpy()))
+    return examples, sums / sums[-1]
+
+
+class WeightedOrder:
+    """The order of one epoch.
+
+    An era has as many epochs as take some `num_examples` rows, so that a permutation of all
+    examples costs as much as the rows do. Their starts are equally far apart: of equal weights, the
+    epochs of an era take each example about once.
+    """
+
+    def __init__(self, sampling: Weighted, seed: int, epoch: int):
+        epochs = max(1, sampling.num_examples // sampling.size)
+        era, number = divmod(epoch, epochs)
+        self._examples, self._shares = _make_shares(sampling, seed, era)
+        turn = int(Permutation(epochs, seed, "weights", era, "turns")(torch.tensor([number])))
+        self._start = (turn + key_of(seed, "weights", era, "start") / 2**64) / epochs
+        self._shuffle = Permutation(sampling.size, seed, "weights", epoch)
+        self._last = int(torch.searchsorted(self._shares, 1.0))  # the others weigh nothing
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the example indices at int64 `positions` of the epoch, of the same shape."""
+        points = (self._shuffle(positions).double() + self._start) / self._shuffle.size
+        places = torch.searchsorted(self._shares, points, right=True).clamp(max=self._last)
+        return self._examples(places)
+
 
 LONGEST = 100_000  # places of the repeated pattern; other proportions are rounded to it
 FEW = 16  # groups: integers near the proportions of more are hardly nearer than others
@@ -25,8 +121,8 @@ FEW = 16  # groups: integers near the proportions of more are hardly nearer than
 class Mixture(Sampling):
     """Examples of several groups in fixed proportions, within one example after any step.
 
-    A group that is used up begins its next epoch, in another order, while others still are in an
-    earlier one. For a `ConcatDataset`, or any data set whose groups follow each other:
+    A group that is used up begins its next epoch, in another order. The data set has the groups one
+    after another, as a `ConcatDataset` does:
 
         def sampling(self, split):
             return Mixture([self.code, self.prose], [0.7, 0.3])
@@ -43,14 +139,13 @@ class Mixture(Sampling):
     ):
         """`groups`: the data set of each group, or its number of examples.
 
-        The shards of a `ShardedDataset` are read a few at a time here too. `proportions`: in any
-        unit, to five digits; by default equal. `size`: positions of an epoch of the run, by default
-        the number of examples. `members` (examples,): indices of all examples, group by group; by
-        default the groups follow each other. Raises ConfigError for other arguments.
+        `proportions`: in any unit, to five digits; by default equal. `size`: positions of an epoch
+        of the run, by default the number of examples. `members` (examples,): indices of all
+        examples, group by group; by default in order. Raises ConfigError for other arguments.
         """
         if isinstance(groups, (str, bytes, Mapping)) or not isinstance(groups, Iterable):
-            must = "must be data sets or their numbers of examples"
-            raise ConfigError(f"groups={groups!r:.60}: {must}, such as [self.code, 5000]")
+            raise ConfigError(f"""groups={groups!r:.60}:
+                must be data sets or their numbers of examples, such as [self.code, 5000]""")
         groups = list(groups)
         sizes = [len(each) if hasattr(each, "__len__") else each for each in groups]
         self.sizes = as_vector(sizes, "groups", torch.int64)
@@ -63,8 +158,8 @@ class Mixture(Sampling):
         check_size("size", self.size)
         shares = _shares([1] * len(self.sizes) if proportions is None else proportions)
         if len(shares) != len(self.sizes):
-            given = f"{len(shares)} proportions for {len(self.sizes)} groups"
-            raise ConfigError(f"proportions: must be one for each group, not {given}")
+            raise ConfigError(f"""proportions: must be one for each group,
+                not {len(shares)} proportions for {len(self.sizes)} groups""")
         self.shares = shares
         self.members = members
         self._pattern = torch.tensor(_pattern(shares))
@@ -190,8 +285,8 @@ def _shares(proportions: Sequence[float]) -> list[int]:
     if min(exact) == max(exact):
         return [1] * len(exact)
     if len(exact) > LONGEST:
-        must = f"must be equal, as there are more than {LONGEST:,}"
-        raise ConfigError(f"proportions of {len(exact):,} groups: {must}")
+        raise ConfigError(f"""proportions of {len(exact):,} groups:
+            must be equal, as there are more than {LONGEST:,}""")
     total = sum(exact)
     parts = [value / total for value in exact]
     scale = lcm(*(part.denominator for part in parts))
@@ -234,3 +329,44 @@ def _pattern(shares: Sequence[int]) -> list[int]:
         if taken + 1 < shares[group]:
             heapq.heappush(waiting, ((taken + 1) * total // shares[group], group, taken + 1))
     return pattern
+
+
+NAME = "sampling.safetensors"  # in the run directory
+MOST_BYTES = 2**34
+KINDS: dict[str, type[Sampling]] = {
+    each.kind: each for each in (Shuffle, ShardShuffle, Weighted, Mixture)
+}
+
+
+@lru_cache(maxsize=4)  # each rank asks for it twice at a start
+def digest_of(sampling: Sampling) -> str:
+    """Return the SHA-256 of a sampling; empty for the plain shuffle."""
+    if isinstance(sampling, Shuffle):
+        return ""
+    settings, tensors = sampling.state()
+    total = hashlib.sha256(f"{sampling.kind} {json.dumps(settings, sort_keys=True)}".encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def to_bytes(sampling: Sampling) -> bytes:
+    from safetensors.torch import save
+
+    settings, tensors = sampling.state()
+    return save(tensors, {"kind": sampling.kind, "settings": json.dumps(settings)})
+
+
+def from_bytes(data: bytes, expected: str, place: str) -> Sampling:
+    """Restore a sampling. Raises CheckpointError unless it has the digest `expected`."""
+    try:
+        facts, tensors = parse_safetensors(data)
+        sampling = KINDS[facts["kind"]].restore(parse_json(facts["settings"]), tensors)
+        is_same = digest_of(sampling) == expected
+    except Exception:  # safetensors has its own kind of error
+        is_same = False
+    if not is_same:
+        raise CheckpointError(f"""{place}: is damaged, or is not the sampling of this run;
+            without it the order cannot be recomputed""")
+    return sampling

@@ -18,9 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.distributed.watch import collectives
-from trainer.distributed.watch.collectives import name_ranks
-from trainer.distributed.watch.exit_file import ExitFile
+from trainer.distributed.watch import phases
 from trainer.distributed.watch.phases import (
     GROUPS,
     HOST,
@@ -28,9 +26,12 @@ from trainer.distributed.watch.phases import (
     Phase,
     State,
     Stragglers,
+    name_ranks,
+    ranks_by_value,
     say,
 )
-from trainer.distributed.watch.process import (
+from trainer.distributed.watch.process_table import (
+    ExitFile,
     bytes_moved,
     is_ending,
     kernel_state,
@@ -47,7 +48,7 @@ DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place. Behind it
 # is the rank's mailbox, up to SIZE, and then its stacks.
-SIZE = mmap.PAGESIZE + collectives.MAX_ANSWER
+SIZE = mmap.PAGESIZE + phases.MAX_ANSWER
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, GROUP, FIELDS = range(8)
 MAX_PATH = 3000
 ALL_WAIT = "every rank waits for another"
@@ -84,7 +85,7 @@ class Rank:
         with open(self._memory, "rb") as file:
             self._page = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
         pipe = f"/proc/{self.pid}/fd/{facts['pipe']}"
-        self.mailbox = collectives.Mailbox(memoryview(self._page)[mmap.PAGESIZE :], pipe)
+        self.mailbox = phases.Mailbox(memoryview(self._page)[mmap.PAGESIZE :], pipe)
 
     def fields(self) -> Sequence[float]:
         """Return the last values that the rank wrote, even after it exited."""
@@ -228,57 +229,87 @@ class Watcher:
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
-        numbers = {state.rank for state in states}
         able = {state.rank for state in states if not state.is_stopped}
-        answers = collectives.ask({r.rank: r.mailbox for r in self._ranks if r.rank in able})
+        answers = phases.ask({r.rank: r.mailbox for r in self._ranks if r.rank in able})
         self._looked = time.monotonic()  # waiting for answers is no suspension
-        stacks = self._read_stacks(numbers)
-        if not any(s.is_stopped for s in states):  # reading its stack continues a stopped one
-            later = [rank.read(self._woke) for rank in self._ranks if rank.rank in numbers]
-            pairs = zip(later, states, strict=True)
-            if any(s is None or s.seconds < before.seconds for s, before in pairs):
-                return False  # a rank goes on, or ends with an error of its own
+        stacks = self._read_stacks(states)
+        if self._has_moved(states):
+            return False  # a rank goes on, or ends with an error of its own
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
-        at_work = [s for s in states if s not in (*waiting, *hung) and s.phase == Phase.BUILD]
-        may_be_elsewhere = not self._is_only_node and overdue < OTHER_NODES_FIRST
-        if at_work or (not hung and may_be_elsewhere):
-            pause = 1 if at_work else OTHER_NODES_FIRST - 1
+        if pause := self._find_pause(states, waiting, hung, overdue):
             self._next_report = time.monotonic() + self._timeout_s * pause
             return False
-        if not hung:
-            # the ranks are read one after another, and a collective may end in between: the first
-            # rank is then seen in it, the last one in the next collective
-            time.sleep(POLL_S)
-            if self._read_stacks(numbers) != stacks:
-                return False
+        if not hung and self._is_passing(states, stacks):
+            return False
         parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
-        line = f"hang detected: {'; '.join(parts)}"
-        calls = [*collectives.describe(answers, [rank.rank for rank in self._ranks])]
+        calls = [*phases.describe(answers, [rank.rank for rank in self._ranks])]
+        self._report(f"hang detected: {'; '.join(parts)}", calls, states, hung, stacks)
+        for rank in self._ranks:
+            rank.kill()
+        return True
+
+    def _has_moved(self, states: Sequence[State]) -> bool:
+        """Return True if a rank has entered another phase, or ended, since it was read."""
+        if any(s.is_stopped for s in states):  # reading its stack has continued it
+            return False
+        before = {s.rank: s.seconds for s in states}
+        later = [rank.read(self._woke) for rank in self._ranks if rank.rank in before]
+        return any(s is None or s.seconds < before[s.rank] for s in later)
+
+    def _find_pause(
+        self,
+        states: Sequence[State],
+        waiting: Sequence[State],
+        hung: Sequence[State],
+        overdue: float,
+    ) -> float:
+        """Return for how many limits to wait on: other ranks, or another node, may be at work."""
+        idle = (*waiting, *hung)
+        if any(s.phase == Phase.BUILD and s not in idle for s in states):
+            return 1
+        may_be_elsewhere = not self._is_only_node and overdue < OTHER_NODES_FIRST
+        return OTHER_NODES_FIRST - 1 if may_be_elsewhere and not hung else 0
+
+    def _is_passing(self, states: Sequence[State], stacks: Mapping[int, list[str]]) -> bool:
+        """Return True if ranks pass from one collective to the next.
+
+        They are read one after another, and a collective may end in between: the first rank is
+        then seen in it, the last one in the next collective.
+        """
+        time.sleep(POLL_S)
+        return self._read_stacks(states) != stacks
+
+    def _report(
+        self,
+        line: str,
+        calls: Sequence[str],
+        states: Sequence[State],
+        hung: Sequence[State],
+        stacks: Mapping[int, list[str]],
+    ) -> None:
+        """Print a hang with the last collectives and the stacks of ranks, and write exit.json."""
         say("\n".join([f"error: {line}", *calls]))
         for s in hung or states:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack could not be read"
             say("\n  ".join([f"rank {s.rank}{title}", *frames]))
         self._exit.write("; ".join([line, *calls]), min(s.step for s in states))
-        for rank in self._ranks:
-            rank.kill()
-        return True
 
-    def _read_stacks(self, numbers: Iterable[int]) -> dict[int, list[str]]:
+    def _read_stacks(self, states: Iterable[State]) -> dict[int, list[str]]:
+        numbers = {state.rank for state in states}
         return {rank.rank: rank.stack() for rank in self._ranks if rank.rank in numbers}
 
 
 def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
     """Describe the phases, or the collectives in them, in which ranks are blocked."""
-    places: dict[str, list[int]] = {}
+    places = {}
     for s in states:
         other = "a collective in " * (s.phase != Phase.REDUCE)
         group = f"the {s.group} group in " if s.group else other
-        place = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
-        places.setdefault(place, []).append(s.rank)
-    for place, ranks in places.items():
+        places[s.rank] = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
+    for place, ranks in ranks_by_value(places).items():
         yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
 
 

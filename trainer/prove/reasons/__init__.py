@@ -5,14 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainer.errors import counted
-from trainer.prove.comparison import PairComparison, rest_apart
-from trainer.prove.evaluated_examples import evaluations, pair_evaluations
-from trainer.prove.merging import CommandHistory
-from trainer.prove.reasons.example_reasons import FILLS, are_unseeded, explain_examples
-from trainer.prove.reasons.file_reasons import name_files
-from trainer.prove.reasons.gradient_reasons import explain_gradients, explain_unreduced
-from trainer.prove.reasons.optimizer_reasons import explain_rates, explain_weights
-from trainer.prove.reasons.pass_reasons import explain_changes, explain_settings
+from trainer.prove.comparison import Deviation, PairComparison, rest_apart
+from trainer.prove.merging import (
+    CommandHistory,
+    evaluations,
+    first_weights,
+    pair_evaluations,
+)
+from trainer.prove.reasons.example_reasons import (
+    FILLS,
+    are_unseeded,
+    explain_examples,
+    explain_size,
+    have_same_indices,
+    name_files,
+)
+from trainer.prove.reasons.gradient_reasons import (
+    draws_random,
+    explain_gradients,
+    explain_unreduced,
+)
+from trainer.prove.reasons.pass_reasons import (
+    explain_changes,
+    explain_groups,
+    explain_rates,
+    explain_settings,
+    explain_weights,
+    name_some,
+)
+from trainer.prove.rounding import relative_norm
+from trainer.same import FP64, relative
 
 RESTORED = ("examples", "lr", "weights")  # that a snapshot changes from the first step on
 
@@ -78,7 +100,7 @@ def _spreads(history: CommandHistory) -> list[float]:
 def _explain_replicas(found: PairComparison, place: int) -> str:
     for history in (found.other, found.one):
         step = history.steps[place]
-        if any(value > 1e-9 for value in step.weights.spread.values()):
+        if any(value > FP64 for value in step.weights.spread.values()):
             if reason := explain_unreduced(history, place, found):
                 return reason
             rates = [rank.rates for rank in step.ranks]
@@ -120,6 +142,9 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
 def _explain_lengths(found: PairComparison, place: int) -> str:
     lengths = [{rank.num_begun for rank in each.ranks} for each in (found.one, found.other)]
     if max(map(len, lengths)) > 1:
+        for history in (found.other, found.one):
+            if reason := _explain_uneven(history):
+                return reason
         return "they have different numbers of batches, or one leaves the loop, fails or hangs"
     short, long = sorted((found.one, found.other), key=lambda each: len(each.steps))
     for history in (found.other, found.one):
@@ -130,3 +155,111 @@ def _explain_lengths(found: PairComparison, place: int) -> str:
     if short.note:
         return f"{short.note}: read the end of its output above"
     return f"{short.name} ends before {long.name}: its ranks have fewer batches in a pass"
+
+
+def _explain_uneven(history: CommandHistory) -> str:
+    """Name the ranks that have fewer batches in their first pass over training examples."""
+    counts = [
+        next((rank.passes[n]["batches"] for n in rank.orders if n in rank.passes), None)
+        for rank in history.ranks
+    ]
+    known = [each for each in counts if each is not None]
+    if len(known) < len(counts) or len(set(known)) < 2:
+        return ""
+    short = ", ".join(str(n) for n, each in enumerate(known) if each == min(known))
+    who = f"rank {short} of {history.name} has {counted(min(known), 'batch', 'es')} in a pass"
+    return f"{who}, others {max(known)}: it leaves the loop, and they wait for its gradients"
+
+
+def explain_resume(
+    found: PairComparison, deviation: Deviation, one: CommandHistory, place: int
+) -> str:
+    """Return which part of the state a resume has lost."""
+    at = deviation.place
+    if deviation.kind == "examples":
+        return _explain_position(found, one, place, at)
+    if deviation.kind == "lr":
+        rates = [next(iter(step.rates.values())) for step in one.steps]
+        rate = next(iter(found.other.steps[at].rates.values()))
+        if place and relative(rate, rates[0]) < FP64:
+            what = "the state of the optimizer or of the schedule"
+            return f"the rate starts again: {what} is not restored"
+        return "the state of the schedule is not restored: it is at another step than the weights"
+    if deviation.kind == "precision":
+        return "autocast, or the dtype of parameters, is not restored"
+    if deviation.kind == "gradients":
+        calls = [call for rank in found.other.steps[at].ranks for call in rank.forwards]
+        if any(call["drawn"] for call in calls) or draws_random(found.other):
+            return "a step draws random numbers, whose state is not restored"
+        return explain_gradients(found, at)
+    if deviation.kind == "weights":
+        ours, theirs = (each.ranks[0].optimizers[0] for each in (found.one, found.other))
+        optimizer = theirs["kind"]
+        if reason := explain_groups(found.one.steps[at], found.other.steps[at]):
+            return f"gradients and rates agree, and settings do not: {reason}"
+        if ours["names"] != theirs["names"] and sorted(ours["names"]) == sorted(theirs["names"]):
+            why = "load_state_dict goes by order, so they have the state of others"
+            return f"the parameters of {optimizer} are in another order: {why}"
+        return f"gradients and rates agree: the state of {optimizer} is not restored"
+    return "something beside weights and optimizer is not restored on each rank"
+
+
+def _explain_position(found: PairComparison, one: CommandHistory, place: int, at: int) -> str:
+    if have_same_indices(found.one.steps[at], found.other.steps[at]):
+        why = "the dataset draws random numbers (augmentation), whose state is not restored"
+        return f"the indices agree, but not what the dataset returns for them: {why}"
+    if reason := explain_size(found, found.one.steps[at], found.other.steps[at]):
+        return reason
+    rows = found.other.steps[at].rows
+    same = [number for number, step in enumerate(one.steps) if step.rows == rows]
+    expected = place + at
+    if not same:
+        return "the order is another one: the sampler's seed, epoch or position is not restored"
+    nearest = min(same, key=lambda each: abs(each - expected))
+    apart = nearest - expected
+    if _place_in_pass(one, nearest) == _place_in_pass(one, expected):
+        where = f"those of step {nearest + 1}, which is at the same position of another pass"
+        return f"the examples are {where}: the epoch, which gives the order, is not restored"
+    what = "skipped" if apart > 0 else "used again"
+    steps = f"the examples of {counted(abs(apart), 'step')} are {what}"
+    return f"{steps}: the position in the pass is not restored"
+
+
+def _place_in_pass(history: CommandHistory, place: int) -> int:
+    """Return how many steps of the same pass over the data come before a step."""
+    numbers = [[each.number for each in step.ranks[0].batches] for step in history.steps]
+    return place - next(n for n, each in enumerate(numbers) if each[:1] == numbers[place][:1])
+
+
+def find_partly_restored(
+    one: CommandHistory, resumed: CommandHistory, kill: int, bound: float
+) -> Deviation | None:
+    """Return a finding if a part of the weights at a resume is that of a step, and a part is not.
+
+    Ranks are compared one by one: FSDP may restore the part of a rank and not that of another.
+    """
+    theirs = [first_weights(rank, 0) for rank in resumed.ranks]
+    if len(one.ranks) != len(theirs):
+        return None
+    lost: dict[int, list[tuple[str, int]]] = {}  # by step, the latest first
+    for place in range(min(kill, len(one.steps)), 0, -1):
+        pairs = [
+            (name, rank, relative_norm(sketch, found) > bound)
+            for rank, (step, its) in enumerate(zip(one.steps[place - 1].ranks, theirs, strict=True))
+            for name, sketch in step.weights.items()
+            if sketch is not None and (found := its.get(name)) is not None
+        ]
+        missing = [(name, rank) for name, rank, is_lost in pairs if is_lost]
+        if len(missing) < len(pairs):
+            lost[place] = missing
+    if not lost:
+        return None
+    best = min(lost, key=lambda each: len(lost[each]))
+    names = list(dict.fromkeys(name for name, _ in lost[best]))
+    ranks = sorted({rank for _, rank in lost[best]})
+    reason = f"{name_some(names)} {'is' if len(names) == 1 else 'are'} not restored"
+    if len(ranks) < len(theirs):
+        number = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        reason += f" on {number}: its part is not in the checkpoint, or is not loaded"
+    where = f"only a part of the weights at the resume is that after step {best}"
+    return Deviation("initial weights", best, where, reason)

@@ -1,10 +1,11 @@
-"""Reasons for other examples: samplers, batch sizes, epochs, padding and random draws."""
+"""Reasons why the examples of two commands differ, or the files that they read."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
+from pathlib import Path
 
 from trainer.errors import counted
 from trainer.prove.comparison import PairComparison
@@ -27,9 +28,9 @@ def explain_examples(found: PairComparison, place: int) -> str:
         or _explain_content(found, one, other)
         or _explain_short_pass(found.other, other)
         or _explain_short_pass(found.one, one)
-        or _explain_size(found, found.one.steps[0], found.other.steps[0])
+        or explain_size(found, found.one.steps[0], found.other.steps[0])
         or _explain_pass(found)
-        or _explain_size(found, one, other)
+        or explain_size(found, one, other)
         or _explain_draws(found)
         or _explain_order(found)
     )
@@ -113,14 +114,17 @@ def _explain_short_pass(history: CommandHistory, step: Step) -> str:
     return f"rank {ahead} of {history.name} has fewer batches, and is in the next pass already"
 
 
-def _explain_size(found: PairComparison, one: Step, other: Step) -> str:
+def explain_size(found: PairComparison, one: Step, other: Step) -> str:
     """Name another global batch."""
     before = sum(one.rows.values())
     after = sum(other.rows.values())
     ratio = found.other.size / found.one.size
     if not before or before == after:
         return ""
-    sizes = f"the global batch is {counted(before, 'example')} in A and {after} in B"
+    names = (found.one.name, found.other.name)
+    sizes = (
+        f"the global batch is {counted(before, 'example')} in {names[0]} and {after} in {names[1]}"
+    )
     if after == before * ratio:
         micro = "or its number of micro-batches " if other.num_backwards > 1 else ""
         return f"{sizes}: the batch size of a rank {micro}was not divided by the number of ranks"
@@ -144,7 +148,7 @@ def repeats_order(history: CommandHistory) -> bool:
     A pass with one batch is a look at its first batch, unless the steps end there.
     """
     about = list(history.ranks[0].passes.values())
-    if not any(each["epoch"] is not None and each.get("shuffle") for each in about):
+    if not any(each.get("epoch") is not None and each.get("shuffle") for each in about):
         return False
     every = passes(history)
     sizes = [_num_batches(history, number) for number in history.ranks[0].orders][: len(every)]
@@ -252,3 +256,23 @@ def _settings_of_samplers(history: CommandHistory, key: str) -> str:
         if number in rank.passes
     }
     return " or ".join(sorted(values))
+
+
+SNAPSHOTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".npz", ".npy", ".json")
+MOST_NAMES = 2
+
+
+def name_files(found: PairComparison) -> str:
+    """Name files that B reads and A wrote; "" if there are none."""
+    written = {path for rank in found.one.ranks for path in rank.written}
+    read = {
+        path
+        for rank in found.other.ranks
+        for path, is_first_written in rank.files.items()
+        if not is_first_written and path in written
+    }
+    if not read:
+        return ""
+    order = sorted(read, key=lambda path: (Path(path).suffix not in SNAPSHOTS, path))
+    names = " and ".join(order[:MOST_NAMES])
+    return f"{found.other.name} reads {names}, which {found.one.name} wrote: it does not start anew"

@@ -1,4 +1,4 @@
-"""Reasons for other gradients: reduction, loss weighting, clipping, random draws, BatchNorm."""
+"""Reasons for different gradients: reduction, loss weighting, clipping, random draws, BatchNorm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.prove.bounds import compare_tensors, relative, relative_norm
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Step
 from trainer.prove.reasons.example_reasons import explain_skipped
@@ -19,10 +18,12 @@ from trainer.prove.reasons.pass_reasons import (
     explain_modes,
     explain_passes,
     explain_settings,
-    explain_uncalled,
+    explain_skipped_batches,
     explain_use,
     name_some,
 )
+from trainer.prove.rounding import compare_tensors, relative_norm
+from trainer.same import relative
 
 BY_SCALE = "their norm has the scale in it, and the limit has not"
 
@@ -43,7 +44,7 @@ def explain_gradients(found: PairComparison, place: int) -> str:
         or _explain_early_clipping(found, one, other)
         or explain_members(found)
         or explain_use(found, one, other)
-        or explain_uncalled(found, one, other)
+        or explain_skipped_batches(found, one, other)
         or _explain_clipping(found, one, other)
         or explain_passes(found, place)
         or explain_ratio(found, one, other, place)
@@ -63,39 +64,60 @@ def explain_unreduced(history: CommandHistory, place: int, found: PairComparison
     if reason := explain_skipped(found, place):
         return reason
     step = history.steps[place]
-    if not any(value > APART for value in step.gradients.spread.values()):
+    if not _names_apart(step.gradients):
         return ""
     merged = step.unclipped if step.unclipped.whole else step.gradients
-    apart = [name for name, value in merged.spread.items() if value > APART]
-    if not apart:
-        norms = [rank.clips[0]["norm"] for rank in step.ranks if rank.clips]
-        if norms and relative(min(norms), max(norms)) > APART:
-            shown = ", ".join(f"{norm:.4g}" for norm in norms)
-            return f"each rank of {history.name} clips by a norm of its own ({shown})"
-        limits = [", ".join(str(clip["max_norm"]) for clip in rank.clips) for rank in step.ranks]
-        if len(set(limits)) > 1:
-            shown = " and ".join(dict.fromkeys(limits))
-            return f"the ranks of {history.name} clip their gradients by other limits: {shown}"
-        apart = [name for name, value in step.gradients.spread.items() if value > APART]
-        who = f"the gradients of {history.name} agree on its ranks before clipping"
-        return f"{who}, and ranks change those of {name_some(apart)} after it"
+    if apart := _names_apart(merged):
+        return _explain_sums(history, step, merged, apart)
+    return _explain_clips(history, step)
+
+
+def _names_apart(merged: Merged) -> list[str]:
+    """Return the tensors that the ranks have differently."""
+    return [name for name, value in merged.spread.items() if value > APART]
+
+
+def _explain_clips(history: CommandHistory, step: Step) -> str:
+    """Say why gradients that are equal on the ranks before clipping differ after it."""
+    norms = [rank.clips[0]["norm"] for rank in step.ranks if rank.clips]
+    if norms and relative(min(norms), max(norms)) > APART:
+        shown = ", ".join(f"{norm:.4g}" for norm in norms)
+        return f"each rank of {history.name} clips by a norm of its own ({shown})"
+    limits = [", ".join(str(clip["max_norm"]) for clip in rank.clips) for rank in step.ranks]
+    if len(set(limits)) > 1:
+        shown = " and ".join(dict.fromkeys(limits))
+        return f"the ranks of {history.name} clip their gradients by other limits: {shown}"
+    who = f"the gradients of {history.name} agree on its ranks before clipping"
+    return f"{who}, and ranks change those of {name_some(_names_apart(step.gradients))} after it"
+
+
+def _explain_sums(history: CommandHistory, step: Step, merged: Merged, apart: Sequence[str]) -> str:
+    """Say why nothing averages the gradients `apart`, of those that are `merged`."""
     averaged = [name for name, each in merged.whole.items() if name not in apart and np.any(each)]
     start = f"the gradients of {history.name} are not averaged over its ranks"
     wrappers = history.about("wrappers", step.optimizer)
-    forwards = [each for rank in step.ranks for each in rank.forwards]
+    if averaged:
+        return f"{start} for {name_some(apart)}, but for other parameters they are"
     if "FSDP" in wrappers:
         return start
-    if averaged:
-        some = ", ".join(apart[:3])
-        return f"{start} for {some}, but for other parameters they are"
     if not wrappers:
         return f"{start}: DistributedDataParallel does not wrap the model, and nothing else does it"
+    forwards = [each for rank in step.ranks for each in rank.forwards]
     if forwards and not any(each["is_wrapper"] for each in forwards):
         return f"{start}: the model is called around its wrapper (as with model.module)"
     last = [rank.backwards[-1]["reduces"] for rank in step.ranks if rank.backwards]
     if last and not any(any(each) for each in last):
         return f"{start}: the last backward pass of the step is within no_sync"
+    if _prepares_nothing(step):
+        why = "DDP reads require_backward_grad_sync in the forward pass"
+        return f"{start}: {why}, and in the last one of the step it is False"
     return f"{start}, or are changed on each rank afterwards"
+
+
+def _prepares_nothing(step: Step) -> bool:
+    """Return True if DDP was within no_sync in the last forward pass of each rank of a step."""
+    lasts = [[each for each in rank.forwards if each["is_wrapper"]][-1:] for rank in step.ranks]
+    return all(lasts) and not any(last["reduces"] for (last,) in lasts)
 
 
 def _explain_missing(history: CommandHistory, step: Step) -> str:
@@ -115,9 +137,7 @@ def _explain_early_clipping(found: PairComparison, one: Step, other: Step) -> st
         firsts = [rank.clips[0]["pass"] for rank in step.ranks if rank.clips]
         if is_raw_apart and firsts and max(firsts) < step.num_backwards:
             return f"{history.name} clips its gradients after each micro-batch, not once in a step"
-        is_local = any(value > APART for value in step.unclipped.spread.values())
-        is_reduced = not any(value > APART for value in step.gradients.spread.values())
-        if is_local and is_reduced:
+        if _names_apart(step.unclipped) and not _names_apart(step.gradients):
             return f"the gradients of {history.name} are clipped before they are averaged"
     return ""
 
@@ -153,29 +173,32 @@ def _explain_limits(
         values = [", ".join(sorted({str(clip[key]) for clip in each})) for each in clips]
         if values[0] != values[1]:
             return f"the gradients agree before clipping, by {what} {values[0]} and {values[1]}"
-    norms = [clip["norm"] for clip in (clips[0][0], clips[1][0])]
+    norms = [each[0]["norm"] for each in clips]
     if relative(*norms) > APART:
-        why = "a rank's norm is that of its own part"
-        return (
-            f"the gradients agree before clipping by norms {norms[0]:.4g} and {norms[1]:.4g}: {why}"
-        )
+        by = f"the gradients agree before clipping by norms {norms[0]:.4g} and {norms[1]:.4g}"
+        return f"{by}: a rank's norm is that of its own part"
+    return _explain_after_clipping(found, one, other, clips[0])
+
+
+def _explain_after_clipping(
+    found: PairComparison, one: Step, other: Step, clips: Sequence[Mapping[str, Any]]
+) -> str:
+    """Name the gradients that differ after equal clipping, and the command that changes them."""
     apart = [
         name
         for name, each in one.gradients.whole.items()
         if compare_tensors(Merged({name: each}, {}, {}), other.gradients, 0.0)[0] > APART
     ]
-    is_by_norm = clips[0][0]["norm_type"] != "value"
-    limit = min(clip["max_norm"] for clip in clips[0])
-    factor = min(1.0, limit / (norms[0] + 1e-6))  # as clip_grad_norm_
+    agree = "the gradients agree before clipping"
+    is_by_norm = clips[0]["norm_type"] != "value"
+    limit = min(clip["max_norm"] for clip in clips)
+    factor = min(1.0, limit / (clips[0]["norm"] + 1e-6))  # as clip_grad_norm_
     for history, step in ((found.other, other), (found.one, one)) if is_by_norm else ():
         raw = step.unclipped.whole
         expected = Merged({n: factor * raw[n] for n in apart if n in raw}, {}, {})
         if compare_tensors(expected, step.gradients, 0.0)[0] > 1e-4:
-            who = f"the gradients agree before clipping, and {history.name} changes those"
-            return f"{who} of {name_some(apart)} after it"
-    return (
-        f"the gradients agree before clipping, and those of {name_some(apart)} are changed after it"
-    )
+            return f"{agree}, and {history.name} changes those of {name_some(apart)} after it"
+    return f"{agree}, and those of {name_some(apart)} are changed after it"
 
 
 def _explain_layers(found: PairComparison, one: Step, other: Step) -> str:

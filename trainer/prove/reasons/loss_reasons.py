@@ -1,4 +1,4 @@
-"""Reasons for other losses: how micro-batches are weighted, divided and added."""
+"""Reasons for different losses: the weights, the division and the sum of micro-batches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from itertools import product
 
 import numpy as np
 
-from trainer.prove.bounds import Bounds, relative, relative_norm
+from trainer.errors import counted
 from trainer.prove.comparison import REST, PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Sketches, Step
+from trainer.prove.rounding import Bounds, relative_norm
+from trainer.same import relative
 
 APART = 1e-6  # relative: more than rounding of replicas
 FEW = 4  # steps that show a trend
@@ -231,6 +233,8 @@ def explain_loss(found: PairComparison, one: Step, other: Step) -> str:
     if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
         what = f", perhaps the class weights of {weighted[0]}" if weighted else ""
         return f"so do {REST}{what}"
+    if packed := _name_packed(found, one, other):
+        return packed
     if _has_other_loss(one, other):
         what = "the same examples in one micro-batch have another loss"
         return f"{what}: the loss function, or a setting of the model, differs"
@@ -246,6 +250,23 @@ def explain_loss(found: PairComparison, one: Step, other: Step) -> str:
         return f"{why}, as it is lower for smaller micro-batches at each step"
     why = "the loss of an example depends on the others of its micro-batch (negatives, their norm)"
     return f"{why}, or the loss function differs"
+
+
+def _name_packed(found: PairComparison, one: Step, other: Step) -> str:
+    """Name a command that joins examples into fewer rows of the model's inputs."""
+    num_rows = [
+        sum(call["size"] for rank in s.ranks for call in rank.forwards) for s in (one, other)
+    ]
+    num_examples = sum(one.rows.values())
+    for history, joined, usual in (
+        (found.other, num_rows[1], num_rows[0]),
+        (found.one, num_rows[0], num_rows[1]),
+    ):
+        if 0 < joined < usual == num_examples:
+            what = f"packs {counted(num_examples, 'example')} into {counted(joined, 'row')}"
+            why = "attention, positions or shifted labels may cross their borders"
+            return f"{history.name} {what} of the model's inputs: {why}"
+    return ""
 
 
 def _has_other_loss(one: Step, other: Step) -> bool:

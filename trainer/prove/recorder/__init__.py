@@ -68,7 +68,7 @@ class HookedLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         if module.__name__ == "torch":  # before the script computes on several threads
-            importlib.import_module(f"{__name__}.vector_math").resolve()
+            importlib.import_module(f"{__name__}.torch_flags").resolve_vector_functions()
         hooks = importlib.import_module(f"{__name__}.hooks")
         getattr(hooks, self._hook)(module)
 

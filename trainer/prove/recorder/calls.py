@@ -1,24 +1,164 @@
-"""Calls: outermost forward passes, backward passes, and the models that are called."""
+"""Calls of models and criteria: what was passed, what came back, and which losses they add to.
+
+What each loss adds to the gradients tells losses that are weighted otherwise from gradients that
+are changed afterwards.
+"""
 
 from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .clipping import CLIPPING
-from .contributions import CONTRIBUTIONS
-from .digests import digest, leaves, marks, split, weigh
-from .files import FILES
-from .loaders import PASSES, widen
-from .log import LOG, SETTINGS, quietly
-from .modes import MODES
-from .wrapping import Given, bind, find_signature, replace, watch
+from .data_loaders import FILES, PASSES, widen
+from .digests import digest, encode, is_apart, leaves, marks, sketch, split, weigh
+from .parameters import MODES
+from .updates import CLIPPING
+from .wrapping import LOG, SETTINGS, Given, bind, find_signature, quietly, replace, watch
+
+NO_TAG = -1
+
+
+class Contributions:
+    """Sketches of the gradients of a backward pass; a parameter has a number, its tag."""
+
+    def __init__(self) -> None:
+        self._tags = WeakIdKeyDictionary()
+        self._sums: dict[int, torch.Tensor] = {}
+        self._is_open = False
+        self._scale = 1.0
+        self._first: dict[int, torch.Tensor] = {}  # weights before the first backward pass
+
+    def tag(self, parameter: torch.Tensor) -> int:
+        """Return the tag of a parameter; NO_TAG for one that is not watched."""
+        found: int = self._tags.get(parameter, NO_TAG)
+        return found
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch parameters; the gradients of shards (DTensor) pass by such hooks."""
+        for each in parameters:
+            is_able = each.requires_grad and each.is_leaf and not hasattr(each, "placements")
+            if is_able and each not in self._tags:
+                tag = len(self._tags)
+                self._tags[each] = tag
+                each.register_hook(self._noting(tag))
+
+    def _noting(self, tag: int) -> Callable[[torch.Tensor], None]:
+        @unserializable_hook  # a parameter is sent to other processes without it
+        def note(gradient: torch.Tensor) -> None:
+            if self._is_open:
+                self._add(tag, gradient)
+
+        return note
+
+    @quietly
+    def _add(self, tag: int, gradient: torch.Tensor) -> None:
+        added = sketch(gradient) / self._scale
+        self._sums[tag] = self._sums[tag] + added if tag in self._sums else added
+
+    def begin(self, scale: float) -> None:
+        """Begin a backward pass, of a loss that was multiplied by `scale`."""
+        self.watch(list(self._tags))
+        if not self._first:
+            self._first = {tag: sketch(each) for each, tag in self._tags.items()}
+        self._is_open = True
+        self._scale = scale
+
+    def has_changed(self, parameter: torch.Tensor) -> bool:
+        """Return True if a parameter has other values than before the first backward pass."""
+        before = self._first.get(self.tag(parameter))
+        return before is not None and is_apart(before, sketch(parameter))
+
+    @quietly
+    def end(self) -> None:
+        """Write what a backward pass has added."""
+        self._is_open = False
+        if self._sums:
+            tags = list(self._sums)
+            LOG.add("contributed", tags=tags, values=encode(list(self._sums.values())))
+        self._sums.clear()
+
+    def note_group(self, given: Given, _: Any) -> None:
+        """Watch the parameters of an optimizer's group."""
+        parameters = given["param_group"]["params"]
+        self.watch([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+
+    def note_zeroing(self, given: Given) -> None:
+        """Note gradients that are dropped."""
+        owner = given["self"]
+        if isinstance(owner, nn.Module):
+            dropped = list(owner.parameters())
+        else:
+            dropped = [each for group in owner.param_groups for each in group["params"]]
+        tags = [self.tag(each) for each in dropped if each.grad is not None]
+        if tags:
+            LOG.add("zeroed", tags=[tag for tag in tags if tag != NO_TAG])
+
+
+CONTRIBUTIONS = Contributions()
+
+
+def watch_contributions() -> None:
+    """Watch the parameters of each optimizer from now on."""
+    watch(torch.optim.Optimizer, "add_param_group", after=CONTRIBUTIONS.note_group)
+    watch(torch.optim.Optimizer, "zero_grad", before=CONTRIBUTIONS.note_zeroing)
+    watch(nn.Module, "zero_grad", before=CONTRIBUTIONS.note_zeroing)
+
+
+OF_CLASSES = ("cross_entropy", "nll_loss")
+CRITERIA = (
+    *OF_CLASSES,
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "gaussian_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss"),
+)
+DEPRECATED = ("size_average", "reduce")
+PLAIN = (int, float, bool, str)
+
+
+def watch_criteria() -> None:
+    """Note each loss that is computed with gradients."""
+    for name in CRITERIA:
+        signature = find_signature(getattr(F, name))
+        parameters = signature.parameters.values() if signature else ()
+        watch(F, name, _noting(name, {each.name: each.default for each in parameters}))
+
+
+def _noting(name: str, defaults: dict[str, Any]) -> Callable[[Given], None]:
+    def note(given: Given) -> None:
+        is_batched = torch._C._functorch.peek_interpreter_stack() is not None  # by vmap
+        if not torch.is_grad_enabled() or is_batched:
+            return
+        every = defaults | given
+        settings = {k: v for k, v in every.items() if isinstance(v, PLAIN) and k not in DEPRECATED}
+        settings["weight"] = every.get("weight") is not None
+        is_mean = settings["reduction"] == "mean"
+        divisor = _divisor(name, every) if is_mean else 1.0
+        LOG.add("criterion", name=name, settings=settings, divisor=divisor)
+
+    return note
+
+
+def _divisor(name: str, given: Given) -> float | None:
+    """Return by what the mean of a loss divides; None if it is not known."""
+    target, weight = given["target"], given.get("weight")
+    if name not in OF_CLASSES:
+        return float(target.numel()) if weight is None else None
+    if target.is_floating_point():
+        return float(target.numel() / target.shape[min(1, target.dim() - 1)])
+    used = target[target != given["ignore_index"]]
+    if weight is None:
+        return float(used.numel())
+    total: Any = weight[used].double().sum()
+    return float(total.tolist())
 
 
 class Calls:
@@ -100,6 +240,8 @@ def _before_forward(module: nn.Module, arguments: Any, options: Any) -> str:
     sizes = [len(leaf) for leaf in leaves(inputs)[:1]]
     is_wrapper = isinstance(module, DistributedDataParallel)
     about = {"is_wrapper": is_wrapper, "size": sizes[0] if sizes else 0}
+    if is_wrapper:
+        about["reduces"] = bool(module.require_backward_grad_sync)
     LOG.add("forward", training=is_training, **about, **rows)
     return random_state() if is_training else ""
 

@@ -18,19 +18,29 @@ from torch.optim.optimizer import (
 )
 
 from . import LAUNCHED, calls
-from .calls import random_state
-from .clipping import CLIPPING, watch_clipping, watch_scaling
-from .contributions import CONTRIBUTIONS, watch_contributions
-from .criteria import watch_criteria
-from .files import watch_files
-from .loaders import PASSES, watch_loaders
-from .log import LOG, SETTINGS, meet, quietly
-from .modes import MODES, describe_models
-from .optimizers import LastWeights, settings_of_groups, watch_schedules
-from .parameters import Part, Rest, find_part, flat_parts, name_parameters, roots, sketch_of
-from .reads import READS, watch_reads
-from .sketches import encode
-from .wrapping import watch
+from .calls import CONTRIBUTIONS, random_state, watch_contributions, watch_criteria
+from .data_loaders import PASSES, READS, watch_files, watch_loaders, watch_reads
+from .digests import encode
+from .parameters import (
+    MODES,
+    Part,
+    Rest,
+    describe_models,
+    find_part,
+    flat_parts,
+    name_parameters,
+    roots,
+    sketch_of,
+)
+from .updates import (
+    CLIPPING,
+    LastWeights,
+    settings_of_groups,
+    watch_clipping,
+    watch_scaling,
+    watch_schedules,
+)
+from .wrapping import LOG, SETTINGS, meet, quietly, watch
 
 
 def whoami() -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""Wrapping: functions of torch that are watched, and that take their arguments as before.
+"""The recorder's log, and functions of torch wrapped so that their calls are noted in it.
+
+A process writes no file before its first step: launchers and data workers write none at all.
 
 A watched function binds what it is given by the signature of the original, so each argument may
 come by its place or by its name.
@@ -6,14 +8,109 @@ come by its place or by its name.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import inspect
+import json
+import os
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .log import quietly
+from . import SETTINGS
+
+PATIENCE_S = 20.0  # for other ranks
+
+
+class Log:
+    """The events of this process, in order."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._file: int | None = None
+        self._num_errors = 0
+        self.seconds = 0.0  # that recording took
+
+    def add(self, event: str, **values: Any) -> None:
+        """Add an event; it is written at the next step."""
+        self._lines.append(json.dumps({"event": event, **values}))
+
+    @property
+    def is_open(self) -> bool:
+        """True from the first optimizer step on: this process trains."""
+        return self._file is not None
+
+    def open(self, rank: int, world_size: int) -> None:
+        """Create the file of this process; a second process of a rank gets its own."""
+        path = Path(SETTINGS["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        about = {"rank": rank, "world_size": world_size, "time": time.time()}
+        self._lines.insert(0, json.dumps({"event": "start", **about}))
+        atexit.register(self.end)
+
+    def flush(self) -> None:
+        """Write all events with one system call, so that a kill leaves whole lines."""
+        if self._file is not None and self._lines:
+            os.write(self._file, ("\n".join(self._lines) + "\n").encode())
+            self._lines.clear()
+
+    def end(self) -> None:
+        """Write the last events, and a file which says that this process ends."""
+        if self._file is not None:
+            self.flush()
+            with contextlib.suppress(OSError):  # the folder is gone
+                (Path(SETTINGS["folder"]) / f"ended-{os.getpid()}").touch()
+
+    def forget(self) -> None:
+        """Start anew in a forked process, whose events are not those of its parent."""
+        self._lines.clear()
+        self._file = None
+
+    def add_error(self) -> None:
+        """Note an error of the recorder itself, which must not stop the script."""
+        self._num_errors += 1
+        if self._num_errors <= 3:
+            self.add("error", text=traceback.format_exc()[-2000:])
+
+
+LOG = Log()
+os.register_at_fork(after_in_child=LOG.forget)
+
+
+def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its errors noted instead of raised, and its time measured."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        except Exception:
+            LOG.add_error()
+            return None
+        finally:
+            LOG.seconds += time.perf_counter() - start
+
+    return wrapper
+
+
+def meet(rank: int, world_size: int) -> None:
+    """Write the last events, and wait for every rank: an earlier exit could break a collective."""
+    LOG.end()
+    folder = Path(SETTINGS["folder"])
+    with contextlib.suppress(OSError):
+        (folder / f"done-{rank}").touch()
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if len(list(folder.glob("done-*"))) >= world_size:
+            break
+        time.sleep(0.02)
+
 
 Given = dict[str, Any]  # arguments by their names in the original; a builtin has none
 WRAPPED: list[tuple[Any, str]] = []  # owner and name of each function that was replaced

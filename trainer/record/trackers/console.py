@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.errors import visible
-from trainer.process.streams import CurrentOutput
-from trainer.record.trackers.base import Sink
+from trainer.process.streams import CurrentOutput, build_table, width_of
+from trainer.record.trackers import SAMPLES, Sink
 
 SHOWN = {  # beside the losses, once they are logged
     "optim/lr": "lr {:,.3g}",
@@ -20,7 +20,7 @@ LINE_EVERY_S = 5.0
 QUIET_S = 30.0  # without a logged value; then a line has the time left alone
 NOTEBOOK = 100  # columns that the line of progress covers
 WIDE = 80  # columns of a terminal with room for a bar
-NOTICES = ("warning: ", "hint: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
+NOTICES = ("warning: ", "hint: ", "slower than ", "with more ", "without ")
 LABEL = re.compile(r"(?=.{7} \S)[\w.-]+ +(?<=.{8})\S")  # of a line of the start
 BAR_EVERY_S = 0.2
 MOST_LOSSES = 4
@@ -33,7 +33,7 @@ class Console(Sink):
         from rich.console import Console as Terminal
 
         file: Any = CurrentOutput()
-        width = None if file.isatty() else 120
+        width = width_of(file)
         self._is_notebook = "ipykernel" in sys.modules
         self._is_line_open = False  # of progress, in a notebook
         # rich would print a block of HTML for each line
@@ -62,17 +62,18 @@ class Console(Sink):
         self._is_line_open = False
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*columns, box=None, header_style="bold")
-        for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))  # Text shows brackets as they are
         self._end_line()
-        self._terminal.print(table)
+        self._terminal.print(build_table(columns, rows))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
+
+    def note(self, step: int, facts: Mapping[str, Any]) -> None:
+        for name, text in facts.items():
+            if name.startswith(SAMPLES):
+                self.say(f"{name.removeprefix(SAMPLES)}:")
+                for line in text.splitlines():
+                    self.say(f"    {line}")
 
     def progress(self, step: int, num_steps: int, is_last: bool) -> None:
         now = time.monotonic()

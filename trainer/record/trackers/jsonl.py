@@ -1,7 +1,8 @@
-"""The record on disk: metrics.jsonl during a run, exit.json at its end."""
+"""metrics.jsonl and metrics.csv: one entry a log, appended, and repaired after a crash."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import stat
@@ -13,20 +14,62 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.files import replace_file
-from trainer.config.plain_files import open_plain
+from trainer.checkpoints import run_directory
+from trainer.checkpoints.disk import Disk, replace_file
+from trainer.checkpoints.run_directory import Lease
+from trainer.config.plain_files import CONFIG, open_plain
 from trainer.errors import CheckpointError, counted
-from trainer.record import files
-from trainer.record.lease import Lease
-from trainer.record.trackers.base import Sink
+from trainer.record.trackers import Say, Sink
+
+
+class CsvFile(Sink):
+    """metrics.csv: a row (step, name, value) for each value of metrics.jsonl."""
+
+    def __init__(self, directory: Path, say: Say):
+        """Write anew what metrics.jsonl has, which may have been cut at a resume."""
+        path = directory / "metrics.csv"
+        self._say = say
+        self._file: Any = None
+        entries = [
+            entry for _, entry in run_directory.read_entries(directory / run_directory.METRICS)
+        ]
+        try:
+            run_directory.replace_file(path, "step,name,value\n")
+            self._file = path.open("a", encoding="utf-8", newline="")
+        except OSError as error:
+            self._fail(error)
+        for entry in entries:
+            step = entry.pop("step")  # the rest are curves, and words of the ledger
+            self.scalars(step, {k: v for k, v in entry.items() if not isinstance(v, str)})
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if self._file is None:
+            return
+        try:
+            rows = [(step, name, value) for name, value in values.items()]
+            csv.writer(self._file, lineterminator="\n").writerows(rows)
+            self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+    def _fail(self, error: OSError) -> None:
+        self._file = None
+        why = f"{error.strerror}; the run continues without it"
+        self._say(f"warning: log.trackers: metrics.csv: {why}")
+
 
 MOST_RECENT = 10_000  # lines that can be restored after another program has shortened the file
 CHECK_S = 1.0  # between two checks of the lease
+OF_PROOF = ("proof ", "with more ", "warning: this run differs ")  # beginnings of its lines
 
 
 class RecordFiles(Sink):
-    """metrics.jsonl, exit.json, and config.yaml of a resumed run.
+    """metrics.jsonl, exit.json, and config.json of a resumed run.
 
     Entries of an earlier process after `step` are dropped.
     """
@@ -40,28 +83,38 @@ class RecordFiles(Sink):
         say: Callable[[str], None],
         settings: str = "",
     ):
-        """`settings` is the text of config.yaml, if that has those of an earlier session."""
+        """`settings` is the text of config.json, if that has those of an earlier session."""
         self._directory = directory
         self._disk = disk
         self._lease = lease
         self._say = say
         self._settings = settings
+        self._proof: list[str] = []
         self._checked_s = time.monotonic()
-        path = directory / files.METRICS
+        path = directory / run_directory.METRICS
         _drop_beyond(path, step)
         self._metrics = MetricsFile(path, self._check, self._warn)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self.note(step, files.strict(values))
+    def say(self, text: str) -> None:
+        """Write the lines of the start's proof, which the card of an export shows."""
+        if not text.startswith(OF_PROOF):
+            return
+        self._proof.append(text)
+        with suppress(OSError):  # the run can go on without it
+            content = "".join(f"{line}\n" for line in self._proof)
+            replace_file(self._directory / run_directory.PROOF, content)
 
-    def observe(self, step: int) -> None:
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.note(step, run_directory.strict(values))
+
+    def profile(self, step: int) -> None:
         """Write the settings after the first step that was trained with them."""
         if not self._settings:
             return
         try:
-            self._lease.write_beside(self._directory / files.CONFIG, self._settings)
+            self._lease.write_beside(self._directory / CONFIG, self._settings)
         except OSError as error:
-            self._disk.report(error, "writing config.yaml")
+            self._disk.report(error, f"writing {CONFIG}")
         self._settings = ""
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -79,15 +132,15 @@ class RecordFiles(Sink):
         self._metrics.sync()
 
     def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
-        if code and (self._directory / files.EXIT).is_file():
+        if code and (self._directory / run_directory.EXIT).is_file():
             return  # a watcher is ending this process and has written the reason
         try:
             self._check()
-            files.write_exit(self._directory, code, reason, **facts)
+            run_directory.write_exit(self._directory, code, reason, **facts)
         except CheckpointError:
             return  # another process has taken over the directory
         except OSError as error:
-            self._warn(f"{self._directory / files.EXIT}: {error.strerror}")
+            self._warn(f"{self._directory / run_directory.EXIT}: {error.strerror}")
 
     def close(self) -> None:
         with suppress(OSError, CheckpointError):  # a full disk, already reported
@@ -218,10 +271,10 @@ class MetricsFile:
 
 def _lines_after(text: str, lines: Iterable[str]) -> Iterable[str]:
     """Yield the lines that follow the last step of a file's text, or belong to it."""
-    there = [entry for _, entry in files.parse_entries(text.splitlines())]
+    there = [entry for _, entry in run_directory.parse_entries(text.splitlines())]
     last = max((entry["step"] for entry in there), default=-1)
     known = {frozenset(entry) for entry in there if entry["step"] == last}
-    for line, entry in files.parse_entries(lines):
+    for line, entry in run_directory.parse_entries(lines):
         if entry["step"] > last or (entry["step"] == last and frozenset(entry) not in known):
             yield line
 
@@ -234,5 +287,7 @@ def _read(descriptor: int) -> str:
 def _drop_beyond(path: Path, step: int) -> None:
     """Drop entries after `step`, and a truncated last line."""
     if path.exists():
-        kept = [f"{line}\n" for line, entry in files.read_entries(path) if entry["step"] <= step]
+        kept = [
+            f"{line}\n" for line, entry in run_directory.read_entries(path) if entry["step"] <= step
+        ]
         replace_file(path, "".join(kept))

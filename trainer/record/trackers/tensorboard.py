@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.run_directory import METRICS, read_entries
 from trainer.config.schema import LogSettings
-from trainer.record.files import METRICS, read_entries
-from trainer.record.trackers.base import Sink
+from trainer.record.trackers import SAMPLES, Sink
 
 REOPEN_S = 5.0  # after a failed write of TensorBoard's files
 
@@ -81,12 +82,18 @@ class TensorBoard(Sink):
         shown = (shown - low) / (high - low).clamp_min(1e-12)
         self._draw(lambda board: board.add_images("train/images", shown, step))
 
+    def note(self, step: int, facts: Mapping[str, Any]) -> None:
+        for name, text in facts.items():
+            if name.startswith(SAMPLES):
+                block = "\n".join(f"    {line}" for line in text.splitlines())  # of Markdown
+                self._draw(methodcaller("add_text", name, block, step))
+
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
         shown = values.detach().float()
         self._draw(lambda board: board.add_histogram(f"weights/{name}", shown, step))
 
-    def observe(self, step: int) -> None:
-        self._profiler.observe(step)
+    def profile(self, step: int) -> None:
+        self._profiler.profile(step)
 
     def flush(self) -> None:
         self._draw(lambda board: board.flush())
@@ -196,7 +203,7 @@ class Profiler:
         self._steps = steps
         self._profile: Any = None
 
-    def observe(self, step: int) -> None:
+    def profile(self, step: int) -> None:
         """Start or stop after this step, if it is the first or the last one."""
         if step == self._steps[0]:
             trace = torch.profiler.tensorboard_trace_handler(str(self._folder))

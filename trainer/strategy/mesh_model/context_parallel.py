@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.distributed.world import RankGroup
 from trainer.errors import ConfigError
 from trainer.rng.functions import REOPENED
-from trainer.strategy.tensor_parallel.collectives import gather_parts, joined, own_part
+from trainer.strategy.tensor_parallel.loss_parallel import gather_parts, joined, own_part
 
 
 class Context(TorchFunctionMode):
@@ -48,12 +48,12 @@ class Context(TorchFunctionMode):
         lengths = [shape[1] for shape in shapes if len(shape) > 1]
         given = f"strategy.mesh.context={self.axis.size}"
         if not lengths:
-            must = "the model's inputs must have positions on their axis 1"
-            raise ConfigError(f"{given}: {must}, and they have none")
+            raise ConfigError(f"""{given}:
+                the model's inputs must have positions on their axis 1, and they have none""")
         self.length = lengths[0]
         if self.length % self.axis.size:
-            must = f"must divide the {self.length} positions of a row"
-            raise ConfigError(f"{given}: {must}; pad the rows, or choose another size")
+            raise ConfigError(f"""{given}: must divide the {self.length} positions of a row;
+                pad the rows, or choose another size""")
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
             is_cut = tensor.dim() > 1 and tensor.shape[1] == self.length
@@ -94,6 +94,10 @@ class Context(TorchFunctionMode):
         **kwargs: Any,
     ) -> Any:
         self.calls += 1
+        kind = query.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # it acts below these functions
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = (t.to(dtype) for t in (query, key, value))
         own, length = query.shape[-2], key.shape[-2] * self.axis.size
         whole = [gather_parts(t, t.dim() - 2, length, self.axis) for t in (key, value)]
         if is_causal and dropout_p:  # whose draws have a column for each key
@@ -106,9 +110,9 @@ class Context(TorchFunctionMode):
         elif attn_mask is not None:
             if attn_mask.shape[-1] == key.shape[-2]:
                 if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-                    given = f"an attention mask of shape {tuple(attn_mask.shape)}"
-                    must = "must be (rows, 1, 1, positions), or is_causal=True without a mask"
-                    raise ConfigError(f"strategy.mesh.context={self.axis.size}: {given} {must}")
+                    raise ConfigError(f"""strategy.mesh.context={self.axis.size}:
+                        an attention mask of shape {tuple(attn_mask.shape)} must be
+                        (rows, 1, 1, positions), or is_causal=True without a mask""")
                 attn_mask = gather_parts(attn_mask, attn_mask.dim() - 1, length, self.axis)
             if attn_mask.dim() > 1 and attn_mask.shape[-2] == own * self.axis.size:
                 attn_mask = own_part(attn_mask, attn_mask.dim() - 2, self.axis)

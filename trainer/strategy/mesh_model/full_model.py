@@ -1,21 +1,32 @@
-"""Reunion: the whole model on each rank, from the parts of all ranks, to compute without them."""
+"""The whole model on each rank from the parts of all, and its parts from a model of rank 0.
+
+Rank 0 builds the model, so the initial weights have the same bits on every mesh, and a host holds
+one model at a time. Building on torch's meta device everywhere would not do: `trunc_normal_`,
+`orthogonal_` and others silently do nothing there (torch 2.13), and DTensors draw the same numbers
+on every shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer.codec import bytes_of
-from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup, World
-from trainer.strategy.mesh_model.materialize import copy_structure
-from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint
-from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors
+from trainer.errors import ConfigError
+from trainer.sandbox import keep_generators, sandbox
+from trainer.sandbox.outside import HOOKS
+from trainer.strategy.modules.tensor_memory import ActivationCheckpoint, find_narrow
+from trainer.strategy.tensor_parallel.split_plan import MatrixPart
+from trainer.strategy.tensor_shards import Shard, join_boxes, list_boxes, replace_tensors
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
 
@@ -49,9 +60,6 @@ def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
     return model.train(structure.training)
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def copy_modules(model: nn.Module) -> nn.Module:
     """Return a model of the same tensors without FSDP's classes and hooks.
 
@@ -81,12 +89,158 @@ def copy_modules(model: nn.Module) -> nn.Module:
 def _is_of_sharding(hook: Any) -> bool:
     owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
     name = getattr(owner, "__module__", None) or type(owner).__module__
-    return name.startswith(("torch.distributed.", "trainer.strategy.sharded."))
+    return name.startswith(("torch.distributed.", "trainer.strategy.modules.fully_shard"))
 
 
 @contextmanager
 def seeded(device: torch.device) -> Iterator[None]:
     """Give a loss that draws the same random numbers in each of these blocks."""
-    with accelerator.fork_rng([device]):
+    with sandbox(keep_generators([device])):
         torch.manual_seed(0)
         yield
+
+
+OF_A_MODULE = set(vars(nn.Module()))
+DEPTH = 3  # of containers
+Take = Callable[[torch.Tensor], "tuple[MatrixPart | None, bool]"]
+
+
+def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module | None:
+    """Build a model without values on torch's meta device; None if it cannot be built there.
+
+    It cannot if building reads values, or makes tensors that are neither parameters nor buffers,
+    or gives the task or a layer a tensor or module of its own, such as a teacher in a list.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # any error of the task's code: it is built for real then, where it shows
+        return None
+    if not isinstance(model, nn.Module):
+        return None
+    seen = {id(each) for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    kept = [v for key, v in vars(task).items() if key != "_run"]
+    kept += [v for m in model.modules() for key, v in vars(m).items() if key not in OF_A_MODULE]
+    is_own = any(tensor.is_meta for value in kept for tensor in _tensors_of(value, seen, DEPTH))
+    return None if is_own else model
+
+
+def _tensors_of(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, in containers and in modules, that were not `seen`."""
+    if id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, (list, tuple, dict, deque)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(item, seen, depth - 1)
+
+
+class Values:
+    """The values of a model's parameters and buffers, kept on rank 0 until they are handed over."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+    ):
+        """Take the values out of a model, which keeps its structure on the meta device.
+
+        Floating-point tensors get `dtype`, but those that `find_narrow` finds for `autocast`.
+        Raises ConfigError for a lazy layer, whose parameters do not exist yet, for TorchScript, and
+        for a hook on a parameter, which is replaced.
+        """
+        self._device = world.device
+        self._real: dict[torch.Tensor, torch.Tensor] = {}
+        self._filled: dict[torch.Tensor, Any] = {}
+        for name, module in model.named_modules():
+            if any(is_lazy(p) for p in module.parameters(recurse=False)):
+                raise ConfigError(f"""strategy.mesh: {name} is a {type(module).__name__};
+                    give its sizes, or use ddp""")
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and is not copied
+                raise ConfigError(f"""strategy.mesh: {name} is TorchScript, which cannot be divided;
+                    leave torch.jit out, or use ddp""")
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ConfigError(f"""strategy.mesh: a divided {name} would lose
+                    the hook on its gradient; leave the hook out, or use ddp""")
+        self._is_kept = world.rank == 0
+        self._dtype = dtype
+        self._narrow = find_narrow(model, autocast)
+        replace_tensors(model, self._take_value)
+
+    def _take_value(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_converted = tensor.is_floating_point() and tensor not in self._narrow
+        dtype = self._dtype if is_converted and self._dtype is not None else tensor.dtype
+        empty: torch.Tensor = torch.empty_like(tensor, device="meta", dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        vars(empty).update(vars(tensor))  # such as a mark for the optimizer
+        if self._is_kept:
+            self._real[empty] = tensor.detach()
+        return empty
+
+    def fill(self, model: nn.Module, take: Take) -> None:
+        """Give the tensors of a model, or a part of it, their values, sent by rank 0. A collective.
+
+        `take(empty)` returns the cut of a tensor that has been divided, else None, and whether this
+        rank has a part of it.
+        """
+
+        def fill(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if tensor not in self._filled:  # sent once, also to ranks that have no part of it
+                self._filled[tensor] = self._received(tensor, *take(tensor))
+            return self._filled[tensor]
+
+        replace_tensors(model, fill)
+
+    def _received(
+        self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool
+    ) -> torch.Tensor:
+        whole = tensor if cut is None else cut.source
+        made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
+        if (real := self._real.pop(whole, None)) is not None:
+            made.copy_(real)
+        dist.broadcast(bytes_of(made), 0)
+        if not is_held:
+            return tensor
+        if cut is not None:
+            made = cut.part(made).contiguous()
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device, with the marks of its parameters."""
+    made = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+        vars(new).update(vars(old))
+    return made
+
+
+def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks, inner ones first.
+
+    Raises ConfigError for a block that shares a parameter with the rest of the model: FSDP would
+    separate the two.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    for block in blocks:
+        prefix = f"{names[block]}."
+        for parameter in block.parameters():
+            outside = [name for name in names_of[parameter] if not name.startswith(prefix)]
+            if outside:
+                raise ConfigError(f"""blocks(model):
+                    {names[block]} shares a parameter with {outside[0]}; leave it out of blocks""")
+    return sorted(blocks, key=lambda block: -names[block].count("."))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,16 +12,108 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config.typed import show
 from trainer.errors import ConfigError, counted
-from trainer.hook_errors import call
+from trainer.hook_calls import call
 from trainer.micro_batch import count_rows
-from trainer.strategy.base import Blueprint
-from trainer.strategy.mesh import Mesh
+from trainer.sandbox import keep_modules, sandbox
+from trainer.strategy.base import ModelSpec
+from trainer.strategy.mesh import SHARDED, WHOLE, Mesh
 from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.modules.batchnorm import has_batchnorm
-from trainer.strategy.modules.dry_run import FlopCounter
-from trainer.strategy.pipeline_parallel.stage import OnMeta
-from trainer.strategy.pipeline_parallel.trace import DIVIDED, Trace, kept
-from trainer.strategy.tensor_parallel.plan import MatrixPart, TensorPlan, divide_sequence
+from trainer.strategy.modules.dry_run import FlopCounter, hooked
+from trainer.strategy.modules.fully_shard import Sharding
+from trainer.strategy.pipeline_parallel.stage import DIVIDED, OnMeta, Trace
+from trainer.strategy.tensor_parallel.split_plan import MatrixPart, TensorPlan, divide_sequence
+from trainer.strategy.tensor_shards import Shard
+
+
+class Placements:
+    """The parts of a model's tensors, by their names in the model.
+
+    `cuts[name]`: how tensor parallel divides the parameter.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        sharding: Sharding | None,
+        cuts: Mapping[str, MatrixPart],
+        stages: Mapping[str, tuple[int, ...]],
+        owners: Mapping[str, int],
+    ):
+        """`stages[name]`: stages that use the tensor; default (0,). `owners[name]`: the stage that
+        writes it; default its first."""
+        self.cuts = cuts
+        self._mesh = mesh
+        self._sharding = sharding
+        self._stages = stages
+        self._owners = owners
+
+    def stages(self, name: str) -> tuple[int, ...]:
+        return self._stages.get(name, (0,))
+
+    def has(self, name: str) -> bool:
+        """Return True if this rank's stage uses a tensor."""
+        return self._mesh["pipeline"] in self.stages(name)
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        return self._sharding is not None and self._sharding.divides(tensor)
+
+    def divides(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return True if this rank has only a part of a tensor, or nothing."""
+        return tensor.is_meta or name in self.cuts or self.is_sharded(tensor)
+
+    def num_copies(self, name: str, tensor: torch.Tensor) -> int:
+        """Return how many ranks have each element of a tensor."""
+        mesh = self._mesh
+        number = mesh.replicate * len(self.stages(name))
+        if not self.is_sharded(tensor):
+            number *= mesh.shard * mesh.context
+        return number if name in self.cuts else number * mesh.tensor
+
+    def shard(self, name: str, tensor: torch.Tensor) -> Shard:
+        """Return this rank's part of a tensor, as a plain tensor that shares its memory."""
+        cut = self.cuts.get(name)
+        is_sharded = self.is_sharded(tensor)
+        is_written = self._is_writer(name, cut is not None, is_sharded)
+        local = (cast(Any, tensor).to_local() if is_sharded else tensor).detach()
+        part = Shard.whole(tensor, is_written)
+        if cut is not None:
+            part = cut.shard(tensor, is_written)
+        if not is_sharded:
+            return part._replace(tensor=local, axes=WHOLE)
+        assert self._sharding is not None
+        each = -(-len(tensor) // self._sharding.group.size)  # as torch.chunk divides
+        bands = part.rows(each * self._sharding.group.rank, len(local))
+        offset = (bands[0][0] if bands else part.shape[0], *part.offset[1:])
+        bands = bands if len(bands) > 1 else ()
+        return Shard(local, part.shape, offset, is_written, bands, SHARDED)
+
+    def is_first_copy(self, name: str) -> bool:
+        """Return True on the first replica of the stage that writes a tensor."""
+        place = self._mesh.coordinates()
+        owner = self._owners.get(name, self.stages(name)[0])
+        return place["pipeline"] == owner and not place["replicate"]
+
+    def _is_writer(self, name: str, is_cut: bool, is_sharded: bool) -> bool:
+        place = self._mesh.coordinates()
+        is_first = self.is_first_copy(name)
+        if not is_sharded:
+            is_first &= not place["shard"] and not place["context"]
+        return is_first and (is_cut or not place["tensor"])
+
+    def writers(self) -> list[int]:
+        """Return the ranks that write a part of a checkpoint."""
+        mesh = self._mesh
+        divides = {"pipeline", "tensor"} | (
+            {"shard", "context"} if self._sharding is not None else set()
+        )
+        places = {rank: mesh.coordinates(rank) for rank in range(mesh.size)}
+        return [
+            rank
+            for rank, place in places.items()
+            if not any(number for axis, number in place.items() if axis not in divides)
+        ]
+
 
 Sizes = Sequence[tuple[str, Any]]  # of random draws
 
@@ -38,14 +130,14 @@ class Partition:
     - `flops`: of a row, forward and backward; 0 if each rank counts them itself, on whole rows.
     """
 
-    def __init__(self, blueprint: Blueprint, mesh: Mesh, context: Context | None):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, context: Context | None):
         """Trace the model to find the parts, and apply the tensor plan.
 
         Raises ConfigError for a task that the axes of the mesh cannot divide.
         """
-        self._blueprint = blueprint
+        self._spec = spec
         self._mesh = mesh
-        self._blocks = list(blueprint.blocks)
+        self._blocks = list(spec.blocks)
         self.blocks_of = [range(len(self._blocks))]
         self.stages: dict[str, tuple[int, ...]] = {}
         self.owners: dict[str, int] = {}
@@ -56,7 +148,7 @@ class Partition:
         if mesh.divides_model:
             self._check()
             self._divide(context)
-            blueprint.draws.divide(self.draws)
+            spec.draws.divide(self.draws)
 
     @property
     def own(self) -> range:
@@ -69,48 +161,46 @@ class Partition:
 
         With strategy.sequence, which divides the positions, these are the undivided ones in blocks.
         """
-        if not self._blueprint.config.strategy.sequence:
+        if not self._spec.config.strategy.sequence:
             return set()
         inside = {p for block in self._blocks for p in block.parameters() if p not in self.cuts}
-        return {name for name, p in self._blueprint.model.named_parameters() if p in inside}
+        return {name for name, p in self._spec.model.named_parameters() if p in inside}
 
     def _check(self) -> None:
         """Raise ConfigError for a task that the axes of the mesh cannot divide."""
         mesh = self._mesh
-        config = self._blueprint.config
+        config = self._spec.config
         count = len(self._blocks)
-        if mesh.tensor > 1 and not self._blueprint.tensor_plan:
-            why = "the task has no tensor_plan; define it, or choose another axis"
-            raise ConfigError(f"strategy.mesh.tensor={mesh.tensor}: {why}")
+        if mesh.tensor > 1 and not self._spec.tensor_plan:
+            raise ConfigError(f"""strategy.mesh.tensor={mesh.tensor}: the task has no tensor_plan;
+                define it, or choose another axis""")
         if mesh.pipeline > 1 and count < mesh.pipeline:
-            has = f"the task has {counted(count, 'block')}; define blocks(model)"
-            must = f"needs a block for each stage, and {has}"
-            raise ConfigError(f"strategy.mesh.pipeline={mesh.pipeline}: {must}")
+            raise ConfigError(f"""strategy.mesh.pipeline={mesh.pipeline}: needs a block
+                for each stage, and the task has {counted(count, "block")}; define blocks(model)""")
         if config.strategy.sequence and not count:
-            raise ConfigError(
-                "strategy.sequence=true: the task has no blocks; define blocks(model)"
-            )
+            raise ConfigError("""strategy.sequence=true: the task has no blocks;
+                define blocks(model)""")
         if config.run.compile and not count:
-            why = f"{mesh} can compile blocks only; define blocks(model)"
-            raise ConfigError(f"run.compile={show(config.run.compile)}: {why}")
-        if mesh.context > 1 and has_batchnorm(self._blueprint.model):
-            why = "BatchNorm would normalise a part of the positions"
-            raise ConfigError(f"strategy.mesh.context={mesh.context}: {why}; choose another axis")
+            raise ConfigError(f"""run.compile={show(config.run.compile)}:
+                {mesh} can compile blocks only; define blocks(model)""")
+        if mesh.context > 1 and has_batchnorm(self._spec.model):
+            raise ConfigError(f"""strategy.mesh.context={mesh.context}:
+                BatchNorm would normalise a part of the positions; choose another axis""")
 
     def _check_extra_state(self) -> None:
         """Raise ConfigError for a module with state that is not a tensor.
 
         Rank 0 would save its own copy, even of a module that only another stage runs.
         """
-        for name, module in self._blueprint.model.named_modules():
+        for name, module in self._spec.model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                why = f"{name or 'the model'} has get_extra_state, and a stage saves tensors only"
-                raise ConfigError(f"strategy.mesh.pipeline: {why}; keep it in a buffer")
+                raise ConfigError(f"""strategy.mesh.pipeline: {name or "the model"}
+                    has get_extra_state, and a stage saves tensors only; keep it in a buffer""")
 
     def _divide(self, context: Context | None) -> None:
-        model = self._blueprint.model
+        model = self._spec.model
         mesh = self._mesh
-        sample = self._blueprint.sample()
+        sample = self._spec.sample()
         whole, trace = self._follow(sample)
         self.flops = _count(model, sample) / count_rows(sample)
         if mesh.pipeline > 1:
@@ -120,14 +210,12 @@ class Partition:
             self.stages = self._name_stages(trace.stages_of(self.blocks_of))
         drawn = [whole]
         if mesh.tensor > 1:
-            axis = self._blueprint.world.groups["tensor"]
-            is_sequence = self._blueprint.config.strategy.sequence
+            axis = self._spec.world.groups["tensor"]
+            is_sequence = self._spec.config.strategy.sequence
             sequential = self._blocks if is_sequence else ()
-            self.cuts = TensorPlan(model, self._blueprint.tensor_plan, axis, sequential).cuts
-            hooks = divide_sequence(self._blocks, axis) if is_sequence else []
-            drawn.append(self._follow(sample, None, DIVIDED)[0])
-            for hook in hooks:
-                hook.remove()
+            self.cuts = TensorPlan(model, self._spec.tensor_plan, axis, sequential).cuts
+            with hooked(divide_sequence(self._blocks, axis) if is_sequence else ()):
+                drawn.append(self._follow(sample, None, DIVIDED)[0])
         if context is not None:
             drawn.append(self._follow(sample, context)[0])
             context.forget()
@@ -140,7 +228,7 @@ class Partition:
         reason: tuple[str, str] | None = None,
     ) -> tuple[Sizes, Trace]:
         """Run the model on the meta device; return its random draws, and the trace."""
-        model = self._blueprint.model
+        model = self._spec.model
         trace = Trace(model, self._blocks)
         if context is not None:
             sample, _ = context.cut(sample, ())
@@ -152,12 +240,11 @@ class Partition:
                 except ConfigError as error:
                     if "on meta tensors" in str(error):  # told by parts_named
                         raise
-                    how = "a dry run with shapes only"
-                    advice = "choose another implementation of it, or strategy=fsdp"
-                    raise ConfigError(f"strategy.mesh: {how}: {error}; {advice}") from error
+                    raise ConfigError(f"""strategy.mesh: a dry run with shapes only: {error};
+                        choose another implementation of it, or strategy=fsdp""") from error
 
         rows = count_rows(sample)
-        return self._blueprint.draws.watch(lambda: trace.run(compute, reason), rows), trace
+        return self._spec.draws.watch(lambda: trace.run(compute, reason), rows), trace
 
     def _find_parts(self, drawn: Sequence[Sizes]) -> list[tuple[tuple[int, int, int], ...]]:
         """Return the part of each random draw that this rank keeps.
@@ -165,11 +252,11 @@ class Partition:
         `drawn`: the draws of the whole model, of the model after the tensor plan, and of the model
         on this rank's positions; the last two only if these axes are above 1.
         """
-        groups = self._blueprint.world.groups
+        groups = self._spec.world.groups
         axes = [groups[axis] for axis in ("tensor", "context") if groups[axis].size > 1]
         if len({len(sizes) for sizes in drawn}) > 1:
-            why = "the model draws another number of times when it is divided"
-            raise ConfigError(f"strategy.mesh: {why}; set dropout to 0, or choose another axis")
+            raise ConfigError("""strategy.mesh: the model draws another number
+                of times when it is divided; set dropout to 0, or choose another axis""")
         found = []
         for draws in zip(*drawn, strict=True):
             parts: list[tuple[int, int, int]] = []
@@ -188,7 +275,7 @@ class Partition:
         A buffer is on the stages of its block, else of the parameters in its module, else on all.
         The last stage that uses a buffer owns it: code after the blocks runs only there.
         """
-        model = self._blueprint.model
+        model = self._spec.model
         found: dict[str, tuple[int, ...]] = {}
         every = tuple(range(self._mesh.pipeline))
         inside: dict[nn.Module, tuple[int, ...]] = {}
@@ -216,7 +303,7 @@ class Partition:
 
 def _count(model: nn.Module, sample: Any) -> float:
     """Return the floating-point operations of a forward and backward pass."""
-    with kept(model), OnMeta(), FlopCounter() as counter:
+    with sandbox(keep_modules(model)), OnMeta(), FlopCounter() as counter:
         leaves = [t for t in tree_leaves(call(model, sample)) if isinstance(t, torch.Tensor)]
         torch.autograd.backward([t.sum() for t in leaves if t.requires_grad])
     model.zero_grad(set_to_none=True)

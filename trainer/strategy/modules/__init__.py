@@ -1,1 +1,1 @@
-"""Changes to modules of a model, and what a dry run finds out about them."""
+"""Changes to modules of a model, and a dry run that inspects them."""

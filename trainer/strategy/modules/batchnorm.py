@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -40,6 +41,37 @@ def has_plain_batchnorm(model: nn.Module) -> bool:
     return any(layer.training and not isinstance(layer, known) for layer in layers)
 
 
+def look_behind_batchnorm(module: nn.Module) -> None:
+    """Let plain BatchNorm use its running statistics."""
+    for each in module.modules():
+        if _is_torchs(each):
+            each.eval()
+
+
+@contextmanager
+def batchnorm_in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Let plain BatchNorm use its running statistics in the block, whatever a task says."""
+    plain = [each for each in module.modules() if _is_torchs(each)]
+    look_behind_batchnorm(module)
+    for each in plain:
+        vars(each)["train"] = lambda mode=True, each=each: each
+    try:
+        yield
+    finally:
+        for each in plain:
+            del vars(each)["train"]
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Return True if plain BatchNorm has no running statistics to use instead of the rows'."""
+    every = [each for each in module.modules() if _is_torchs(each)]
+    return any(each.running_mean is None for each in every)
+
+
+def _is_torchs(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, GroupBatchNorm)
+
+
 def synchronize(model: nn.Module, group: dist.ProcessGroup | None, is_alone: bool = False) -> None:
     """Make every BatchNorm layer compute its statistics over all ranks.
 
@@ -50,8 +82,8 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None, is_alone: boo
     given = "strategy.sync_batchnorm=true"
     for name, layer in model.named_modules():
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            why = f"{name} is a {type(layer).__name__}, whose running statistics are not"
-            raise ConfigError(f"{given}: {why}; set track_running_stats=False")
+            raise ConfigError(f"""{given}: {name} is a {type(layer).__name__},
+                whose running statistics are not; set track_running_stats=False""")
     layers = _convertible(model, given, nn.SyncBatchNorm.forward)
     for layer in () if is_alone else layers:
         _convert(layer, SyncBatchNorm)
@@ -84,9 +116,8 @@ def _convertible(model: nn.Module, given: str, *others: Any) -> list[_BatchNorm]
         if issubclass(kind, _LazyNormBase) or is_synced:
             raise ConfigError(f"{given}: {name} is a {kind.__name__}; use nn.BatchNorm2d")
         if has_own_forward(layer, *others):
-            why = f"{name} is a {kind.__name__} with a forward pass of its own"
-            advice = "use nn.BatchNorm2d, and the rest beside it, or strategy=exact instead"
-            raise ConfigError(f"{given}: {why}; {advice}")
+            raise ConfigError(f"""{given}: {name} is a {kind.__name__} with a forward pass of its
+                own; use nn.BatchNorm2d, and the rest beside it, or strategy=exact instead""")
         layers.append(layer)
     return layers
 
@@ -137,8 +168,8 @@ class FunctionalBatchNorm(TorchDispatchMode):
                 return
             if isinstance(module, nn.Module):
                 name = self._names.get(module) or f"the {type(module).__name__}"
-                why = f"{name} calls batch_norm, for the rows of a micro-batch"
-                raise ConfigError(f"{self._given}: {why}; use a layer such as nn.BatchNorm2d")
+                raise ConfigError(f"""{self._given}: {name} calls batch_norm,
+                    for the rows of a micro-batch; use a layer such as nn.BatchNorm2d""")
             frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -158,8 +189,8 @@ class Groups:
     def check(self, length: int) -> None:
         """Raise ConfigError if the rows are not whole groups."""
         if self._examples % self.rows or length % self.number:
-            why = f"a BatchNorm layer got {length} rows for {self._examples} examples"
-            raise ConfigError(f"run.norm_rows={self.rows}: {why}; must be whole groups of examples")
+            raise ConfigError(f"""run.norm_rows={self.rows}: a BatchNorm layer got {length} rows
+                for {self._examples} examples; must be whole groups of examples""")
 
 
 class GroupBatchNorm(_BatchNorm):

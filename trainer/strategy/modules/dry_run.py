@@ -1,22 +1,25 @@
-"""Rehearsal: a dry run of one micro-batch that finds its cost and its changes, and undoes them."""
+"""Dry run of one micro-batch: it finds cost and changes and undoes them; also of shapes alone.
+
+And what it finds of parameters: the loss must reach them, and the task must not replace them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from trainer.config.schema import Config
+from trainer.config.schema import Config, StrategySettings
+from trainer.errors import ConfigError
 
-STIR = 0.05  # of a weight
-KEPT_BYTES = 2**30  # of parameters, which are copied for a rehearsal
+NOISE = 0.05  # of a weight
 
 
 class FlopCounter(TorchDispatchMode):
@@ -26,18 +29,6 @@ class FlopCounter(TorchDispatchMode):
     """
 
     total = 0.0
-    _is_paused = False
-
-    @classmethod
-    @contextmanager
-    def paused(cls) -> Iterator[None]:
-        """Count nothing during the block: operations that are only computed again."""
-        was = cls._is_paused
-        cls._is_paused = True
-        try:
-            yield
-        finally:
-            cls._is_paused = was
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,96 +37,50 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._overloadpacket in flop_registry and not self._is_paused:
+        if func._overloadpacket in flop_registry and not _is_repeated.get():
             formula = flop_registry[func._overloadpacket]
             self.total += formula(*args, **kwargs, out_val=out)
         return out
 
 
+_is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)  # in this thread
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Have no counter count the block's operations, which are only computed again."""
+    before = _is_repeated.set(True)
+    try:
+        yield
+    finally:
+        _is_repeated.reset(before)
+
+
+@contextmanager
+def hooked(hooks: Iterable[Any]) -> Iterator[None]:
+    """Remove hooks, registered at the start of the block, at its end."""
+    registered = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()
+
+
 @torch.no_grad()
-def stir(weights: torch.Tensor, noise: torch.Generator) -> None:
+def perturb(weights: torch.Tensor, noise: torch.Generator) -> None:
     """Change weights a little and keep their signs; zeros, which hide what is behind them, too."""
     if weights.is_floating_point() and weights.numel():
-        drawn = torch.randn(weights.shape, generator=noise).to(weights) * STIR
-        floor = weights.abs().mean().clamp_min(STIR)
+        drawn = torch.randn(weights.shape, generator=noise).to(weights) * NOISE
+        floor = weights.abs().mean().clamp_min(NOISE)
         weights += torch.where(weights == 0, drawn * floor, weights * drawn.clamp(-0.5, 0.5))
 
 
 def eager(config: Config) -> AbstractContextManager[Any]:
-    """Compile nothing in the block: few rows would make torch compile for any number of them."""
-    return torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
-
-
-class BuffersBefore(dict[str, torch.Tensor]):
-    """Copies of a model's buffers by name, and the tensors that held them in `originals`."""
-
-    def __init__(self, model: nn.Module):
-        self.originals = {name: b for name, b in model.named_buffers() if not is_lazy(b)}
-        self._versions = {name: b._version for name, b in self.originals.items()}
-        super().__init__({name: b.clone() for name, b in self.originals.items()})
-
-    def is_assigned(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return True if this buffer is another tensor now."""
-        return self.originals.get(name, buffer) is not buffer
-
-    def is_written(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return True if this buffer was written, even if its values are what they were."""
-        return name in self._versions and buffer._version != self._versions[name]
-
-    @torch.no_grad()
-    def restore(self, model: nn.Module) -> None:
-        """Give the buffers their values back."""
-        for name, buffer in list(model.named_buffers()):
-            if name in self and buffer.shape == self[name].shape:
-                buffer.copy_(self[name])
-            elif name in self:  # such as a cache that grows
-                place, _, key = name.rpartition(".")
-                model.get_submodule(place)._buffers[key] = self[name]
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Run a block, such as an evaluation, then give the model's buffers their values back."""
-    before = BuffersBefore(model)
-    try:
-        yield
-    finally:
-        before.restore(model)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[BuffersBefore]:
-    """Run a block, then restore the model's buffers and plain values, and drop its gradients.
-
-    Parameters that a forward pass writes are restored too, up to KEPT_BYTES of them, but not those
-    of FSDP. Yields copies of the buffers from before the block, by name.
-    """
-    before = BuffersBefore(model)
-    parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
-    # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
-    is_gathered = any(hasattr(each, "unshard") for each in model.modules())
-    is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= KEPT_BYTES
-    kept = [(p, p._version, p.detach().clone()) for p in parameters if is_kept]
-    flags = [(each, _flags_of(each)) for each in model.modules()]
-    try:
-        yield before
-    finally:
-        for module, plain in flags:
-            vars(module).update(plain)
-        with torch.no_grad():
-            for parameter, version, values in kept:
-                if parameter._version != version and parameter.shape == values.shape:
-                    parameter.copy_(values)
-        before.restore(model)
-        model.zero_grad(set_to_none=True)
-
-
-def _flags_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values that a module keeps, such as whether it has seen a batch."""
-    if isinstance(module, LazyModuleMixin):  # gets its sizes in a rehearsal
-        return {}
-    plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "training"}
+    """Compile nothing in the block: few rows would make torch compile for any number of them, and
+    it cannot trace the modes of a dry run. A task may compile parts of its model itself."""
+    may_compile = config.run.compile or "torch._dynamo" in sys.modules  # 0.7 s to import
+    return torch.compiler.set_stance("force_eager") if may_compile else nullcontext()
 
 
 def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -147,3 +92,135 @@ def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> lis
         if name not in before or not torch.equal(buffer, before[name]):
             changed.append(buffer)
     return changed
+
+
+MOST_KNOWN = 20_000  # forms of calls that are remembered: a batch of another length has others
+
+_PLAIN = {type(None), bool, int, float, complex, str}
+_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+_known: dict[Any, Any] = {}  # form of a call -> form of its results
+_is_new: dict[Any, bool] = {}  # whether an operation changes none of its arguments, nor returns one
+
+
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same form on the meta device."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+    ).requires_grad_(tensor.requires_grad)
+
+
+def compute_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what the operation `func` returns if all of its tensors are on the meta device, else
+    NotImplemented.
+
+    torch takes up to 1 ms for an operation there, in Python, and the blocks of a model repeat the
+    same ones: the forms of the results are remembered. Call it in a __torch_dispatch__.
+    """
+    forms = _form([*args, *kwargs.items()] if kwargs else args)
+    if forms is None:
+        return NotImplemented
+    if func not in _is_new:
+        schema = func._schema
+        is_view = any(result.alias_info is not None for result in schema.returns)
+        _is_new[func] = not schema.is_mutable and not is_view
+    if not _is_new[func]:
+        return func(*args, **kwargs)
+    key = (func, torch.get_default_dtype(), forms)
+    if key in _known:
+        return _make(_known[key])
+    results = func(*args, **kwargs)
+    if (found := _form(results)) is not None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return results
+
+
+def _form(value: Any) -> Any:
+    """Return a hashable description of a tensor on the meta device or of plain values; None for
+    other ones."""
+    if isinstance(value, torch.Tensor):
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not is_plain or not value.is_meta or value.layout is not torch.strided:
+            return None
+        is_odd = value.is_conj() or value.is_neg()
+        return None if is_odd else (torch.Tensor, value.size(), value.stride(), value.dtype)
+    kind = type(value)
+    if kind in (list, tuple):
+        forms = tuple(map(_form, value))
+        return None if None in forms else (kind, forms)
+    return (kind, value) if kind in _PLAIN else None  # 1 is not 1.0, nor True
+
+
+def _make(form: Any) -> Any:
+    """Return a new value of this form."""
+    kind, value, *rest = form
+    if kind is torch.Tensor:
+        stride, dtype = rest
+        return torch.empty_strided(value, stride, dtype=dtype, device="meta")
+    return kind(map(_make, value)) if kind in (list, tuple) else value
+
+
+Known = Mapping[str, tuple[nn.Parameter, bool]]  # at the start, and whether they were trained
+
+
+def describe_change(known: Known, now: Mapping[str, nn.Parameter]) -> str:
+    """Return a line on the first parameter that is another one than at the start; empty if none."""
+    for name in {**known, **now}:
+        before, was_trained = known.get(name, (None, False))
+        after = now.get(name)
+        how = ""
+        if before is None:
+            how = "was added after the start: nothing trains it; build it in build_model"
+        elif after is None:
+            how = "was removed after the start, so no resume could load a checkpoint; keep it"
+        elif after is not before:
+            advice = "write its values into the old one by copy_"
+            how = f"is another tensor than at the start, which alone is trained; {advice}"
+        elif after.requires_grad and not was_trained:
+            advice = "build it with requires_grad=True, and set its learning rate to 0 at first"
+            how = f"requires a gradient now, but nothing trains it; {advice}"
+        if how:
+            return f"the parameter {name} {how}"
+    return ""
+
+
+def check_reached(config: StrategySettings, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError naming a parameter to train without a gradient, unless that is allowed.
+
+    Another rank may have a gradient for it, and reduce it.
+    """
+    if config.find_unused_parameters:
+        return
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            problem = f"the loss does not depend on the parameter {name}"
+            advice = "use it, set requires_grad=False"
+            if not parameter.requires_grad:
+                problem = f"the parameter {name} was frozen after the start"
+                advice = "freeze it from the start by run.freeze"
+            advice = f"{advice}, or set strategy.find_unused_parameters=true"
+            raise ConfigError(f"strategy={config.name}: {problem}; {advice}")
+
+
+def reaching(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return `total`, from which a backward pass reaches these parameters too, with zeros.
+
+    DDP waits for a gradient of each parameter, and an update that names its optimizers may not
+    compute those of others.
+    """
+    return _Reaching.apply(total, *parameters) if parameters else total
+
+
+class _Reaching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.parameters = parameters
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *(p.new_zeros(()).expand_as(p) for p in ctx.parameters)

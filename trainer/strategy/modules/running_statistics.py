@@ -12,17 +12,32 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
-from trainer.strategy.modules.dry_run import BuffersBefore, changed_buffers
+from trainer.sandbox import BufferCopies
+from trainer.strategy.modules.dry_run import changed_buffers
 
 
 @dataclass(frozen=True)
-class _Assigned:
+class _AssignedBuffer:
     """A buffer that a forward pass assigns another tensor, at its place in the list of them."""
 
     name: str
     module: nn.Module
     key: str
     place: int
+
+
+@dataclass(frozen=True)
+class _ChosenBuffer:
+    """A buffer of a norm layer, or one that a forward pass changes or writes."""
+
+    name: str
+    buffer: torch.Tensor
+    is_changed: bool
+
+    @property
+    def is_counter(self) -> bool:
+        """True for a norm layer's number of batches."""
+        return self.name.endswith("num_batches_tracked")
 
 
 class RunningStatistics:
@@ -45,19 +60,20 @@ class RunningStatistics:
         """
         self._takes_all = takes_all
         self.rows = rows
+        self.are_used = False  # by the model
         self._is_first = True
         self._tracked: list[torch.Tensor] = []  # numbers, integers to combine, counters of batches
         self._num_floats = 0
         self._num_integers = 0
         self._frozen: list[int] = []  # places in `buffers`
-        self._assigned: list[_Assigned] = []
+        self._assigned: list[_AssignedBuffer] = []
         self._before: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
 
     def find(
         self,
         model: nn.Module,
-        before: BuffersBefore,
+        before: BufferCopies,
         agree: Callable[[list[bool]], list[bool]] = list,
     ) -> None:
         """Select the buffers that differ from `before`, and the statistics of all norm layers.
@@ -66,34 +82,46 @@ class RunningStatistics:
         flags of all ranks: a buffer that changed on any rank is selected. Raises ConfigError for a
         persistent one that gets another shape.
         """
+        chosen = self._choose(model, before, agree)
+        floats = [each for each in chosen if _is_number(each.buffer)]
+        counters = [each for each in chosen if each.is_counter]
+        integers = [each for each in chosen if not _is_number(each.buffer) and not each.is_counter]
+        if not self._takes_all:
+            integers = []
+        every = [*floats, *integers, *counters]
+        self._frozen = [place for place, each in enumerate(floats) if not each.is_changed]
+        self._num_floats = len(floats)
+        self._num_integers = len(integers)
+        self._tracked = [_real(each.buffer) for each in every]
+        self._before = [torch.empty_like(buffer) for buffer in self._tracked]
+        self.are_used = bool(every)
+        self._assigned = [
+            _AssignedBuffer(each.name, *_owner_of(model, each.name), place)
+            for place, each in enumerate(every)
+            if before.is_assigned(each.name, each.buffer)
+        ]
+
+    def _choose(
+        self, model: nn.Module, before: BufferCopies, agree: Callable[[list[bool]], list[bool]]
+    ) -> list[_ChosenBuffer]:
+        """Return the buffers of norm layers, and those that any rank's pass changed or wrote."""
         named = [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
         changed = {id(buffer) for buffer in changed_buffers(model, before)}
         norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers()}
-        own = [id(b) in changed for _, b in named]
-        own += [name in before and b.shape != before[name].shape for name, b in named]
-        own += [self._takes_all and before.is_written(name, b) for name, b in named]
-        flags = agree(own)
+        of_this_rank = [
+            *(id(b) in changed for _, b in named),
+            *(name in before and b.shape != before[name].shape for name, b in named),
+            *(self._takes_all and before.is_written(name, b) for name, b in named),
+        ]
+        flags = agree(of_this_rank)
         chosen = []
         for number, (name, buffer) in enumerate(named):
             is_changed, is_resized, is_written = flags[number :: len(named)]
             if is_resized:
                 _check_resized(model, name)
             elif is_changed or is_written or id(buffer) in norms:
-                chosen.append((name, buffer, is_changed))
-        floats = [each for each in chosen if _is_number(each[1])]
-        counters = [each for each in chosen if each[0].endswith("num_batches_tracked")]
-        others = [each for each in chosen if not _is_number(each[1]) and each not in counters]
-        integers = others if self._takes_all else []
-        self._frozen = [place for place, (_, _, is_changed) in enumerate(floats) if not is_changed]
-        self._num_floats, self._num_integers = len(floats), len(integers)
-        every = [*floats, *integers, *counters]
-        self._tracked = [_real(buffer) for _, buffer, _ in every]
-        self._before = [torch.empty_like(buffer) for buffer in self._tracked]
-        self._assigned = [
-            _Assigned(name, *_owner_of(model, name), place)
-            for place, (name, buffer, _) in enumerate(every)
-            if before.is_assigned(name, buffer)
-        ]
+                chosen.append(_ChosenBuffer(name, buffer, is_changed))
+        return chosen
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -125,8 +153,8 @@ class RunningStatistics:
             assert assigned is not None
             buffer = _real(assigned)
             if buffer.shape != self._before[each.place].shape:
-                why = f"has shape {tuple(buffer.shape)}, and had another one in the dry run"
-                raise ConfigError(f"the buffer {each.name} {why}; keep its shape")
+                raise ConfigError(f"""the buffer {each.name} has shape {tuple(buffer.shape)},
+                    and had another one in the dry run; keep its shape""")
             self._tracked[each.place] = buffer
 
     def rewind(self) -> None:
@@ -222,8 +250,8 @@ def _check_resized(model: nn.Module, name: str) -> None:
     """Raise ConfigError for a buffer of the model's state that gets another shape."""
     module, key = _owner_of(model, name)
     if key not in module._non_persistent_buffers_set:
-        why = f"{name} gets another shape in the forward pass, so no resume could load a checkpoint"
-        raise ConfigError(f"{why}; build it with its final shape, or use persistent=False")
+        raise ConfigError(f"""{name} gets another shape in the forward pass, so no resume
+            could load a checkpoint; build it with its final shape, or use persistent=False""")
 
 
 def _is_number(buffer: torch.Tensor) -> bool:

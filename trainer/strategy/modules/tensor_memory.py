@@ -1,4 +1,8 @@
-"""The memory of a model's tensors: dense, and not shared with a trainable parameter.
+"""Memory of a model: dense tensors, blocks over several devices, and recomputed activations.
+
+Where the blocks of a rank are on several devices, one computes while the others wait: this buys
+memory and no speed. A pipeline over as many ranks keeps them all at work. Recomputed activations:
+Chen et al., arXiv:1604.06174.
 
 torch's fused CPU optimizers walk the memory of a parameter as if it were dense: after 20 steps of
 AdamW a slice was 0.22 off, and an expanded parameter corrupted the heap (torch 2.13).
@@ -6,14 +10,55 @@ AdamW a slice was 0.22 off, and an expanded parameter corrupted the heap (torch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_line
+from trainer.strategy.modules.dry_run import uncounted
+
+
+def divide(blocks: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[torch.device]:
+    """Return the device of each block: runs of equally many, the first device first."""
+    return [devices[number * len(devices) // len(blocks)] for number in range(len(blocks))]
+
+
+def place_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], devices: Sequence[torch.device]
+) -> list[torch.device]:
+    """Move a model to several devices: its blocks in runs, the rest to the first device.
+
+    Hooks move the inputs of each block to its device, and the outputs of the last block back.
+    Returns the device of each block.
+    """
+    places = divide(blocks, devices)
+    model.to(devices[0])
+    for block, device in zip(blocks, places, strict=True):
+        block.to(device)
+        block.register_forward_pre_hook(_enter(device), with_kwargs=True)
+    blocks[-1].register_forward_hook(lambda _, args, output: _moved(devices[0], output))
+    return places
+
+
+def _enter(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, kwargs: _moved(device, (args, kwargs))
+
+
+def _moved(device: torch.device, tree: Any) -> Any:
+    return tree_map_only(torch.Tensor, partial(_move, device), tree)
+
+
+def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)
+
 
 COPY = "pass a copy of the tensor to nn.Parameter (.clone())"
 
@@ -41,13 +86,38 @@ def make_dense(model: nn.Module) -> None:
             tensor.set_(copied)
 
 
-def convert_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the floating-point tensors of a model. Complex ones keep their dtype: Module.to
-    would drop their imaginary parts, such as those of rotary positions."""
-    if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
-        model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    else:
-        model.to(dtype=dtype)
+CONVERTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # by autocast: their weights too
+
+
+def find_narrow(model: nn.Module, autocast: torch.dtype | None) -> set[torch.Tensor]:
+    """Return the frozen parameters that keep the dtype of `autocast`, in which they were built.
+
+    They are those of linear layers and convolutions. autocast would convert them at each use, to
+    the same bits, so a run that stores them in 16 bits computes what it does with 32.
+    """
+    used: dict[torch.Tensor, bool] = {}
+    for module in model.modules() if autocast is not None else ():
+        is_converted = type(module) in CONVERTED or type(module).__name__ == "Conv1D"  # of GPT-2
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            used[parameter] = is_converted and used.get(parameter, True)
+    return {p for p, fits in used.items() if fits and p.dtype == autocast and not p.requires_grad}
+
+
+def convert_dtype(
+    model: nn.Module, dtype: torch.dtype, kept: Collection[torch.Tensor] = ()
+) -> None:
+    """Convert the floating-point tensors of a model but those `kept`.
+
+    Complex ones keep their dtype: Module.to would drop their imaginary parts, such as those of
+    rotary positions.
+    """
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor not in kept else tensor
+
+    model._apply(convert)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -64,8 +134,8 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _check_elements(name: str, tensor: torch.Tensor) -> None:
     given = f"build_model: the parameter {name}"
     if tensor.is_complex():
-        advice = "store torch.view_as_real of it, and use torch.view_as_complex in forward"
-        raise ConfigError(f"{given} is complex, which no strategy trains; {advice}")
+        raise ConfigError(f"""{given} is complex, which no strategy trains;
+            store torch.view_as_real of it, and use torch.view_as_complex in forward""")
     if not is_dense(tensor):
         places = _places(tensor)
         if len(places.unique()) < len(places):
@@ -81,9 +151,8 @@ def _check_shared(named: Mapping[str, torch.Tensor], names: Sequence[str]) -> No
                 break
             is_trained = named[one].requires_grad or named[other].requires_grad
             if is_trained and _overlap(named[one], named[other]):
-                what = f"{one} and {other} share memory, and are two tensors"
-                advice = f"tie them as one nn.Parameter, or {COPY}"
-                raise ConfigError(f"build_model: {what}; {advice}")
+                raise ConfigError(f"""build_model: {one} and {other} share memory,
+                    and are two tensors; tie them as one nn.Parameter, or {COPY}""")
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -110,3 +179,68 @@ def _places(tensor: torch.Tensor) -> torch.Tensor:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[:, None] + torch.arange(size) * stride).flatten()
     return places
+
+
+class ActivationCheckpoint:
+    """The forward pass of a module without its activations. Random draws are the same again.
+
+    The second run changes no buffer, so running statistics are updated once. `inner` is the
+    original forward pass.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.inner = module.forward
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        made = checkpoint(
+            self.inner, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
+        )
+        return made
+
+    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), self._recompute()
+
+    @contextmanager
+    def _recompute(self) -> Iterator[None]:
+        kept = [buffer.clone() for buffer in self._module.buffers()]
+        try:
+            with uncounted():
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(f"""strategy.recompute: {type(self._module).__name__}
+                cannot run twice with what it is given: {one_line(error)}; it must not change that;
+                in transformers set use_cache=False in the config""") from error
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(self._module.buffers(), kept, strict=True):
+                    buffer.data.copy_(value)
+
+
+def recompute(model: nn.Module, what: str | Sequence[str], blocks: Sequence[nn.Module]) -> None:
+    """Recompute the blocks of the task, or the modules whose names match one of some patterns.
+
+    Raises ConfigError if there is no such module.
+    """
+    if what == "none":
+        return
+    modules = list(blocks)
+    if what == "blocks" and not blocks:
+        raise ConfigError("""strategy.recompute=blocks: the task has no blocks;
+            define blocks(model) in the task, or give names of modules""")
+    if what != "blocks":
+        modules = []
+        for pattern in what:
+            named = model.named_modules()
+            found = [module for name, module in named if name and fnmatchcase(name, pattern)]
+            if not found:
+                some = ", ".join(name for name, _ in list(model.named_children())[:5])
+                raise ConfigError(f"""strategy.recompute={pattern}: no module has this name;
+                    give one of the model, such as {some}""")
+            modules += found
+    for module in dict.fromkeys(modules):
+        module.forward = ActivationCheckpoint(module)

@@ -1,4 +1,4 @@
-"""Exchange between neighbouring stages of a pipeline: activations down, their gradients up."""
+"""Exchange between neighbouring stages of a pipeline, and the order in which they compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,39 @@ from trainer.codec import bytes_of, decode, dtype_of, encode, name_of
 from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup
 from trainer.errors import RunError
+
+Order = list[tuple[bool, int]]  # (is it forward, number of the micro-batch)
+
+
+def order(schedule: str, num_stages: int, stage: int, count: int) -> Order:
+    """Return what a stage does with `count` micro-batches. On one stage all schedules are alike.
+
+    gpipe runs all of them forward, then all backward (Huang et al., arXiv:1811.06965). 1f1b
+    alternates as soon as the first one comes back, so a stage keeps the activations of at most as
+    many micro-batches as stages follow, and itself (Narayanan et al., arXiv:2006.09503).
+    """
+    ahead = min(count, num_stages - 1 - stage)
+    if schedule == "gpipe" and num_stages > 1:
+        ahead = count
+    made: Order = [(True, number) for number in range(ahead)]
+    for number in range(ahead, count):
+        made += [(True, number), (False, number - ahead)]
+    made += [(False, number) for number in range(count - ahead, count)]
+    return made
+
+
+def most_kept(schedule: str, num_stages: int, stage: int, count: int) -> int:
+    """Return how many of `count` micro-batches a stage keeps activations of at a time."""
+    kept = most = 0
+    for is_forward, _ in order(schedule, num_stages, stage, count):
+        kept += 1 if is_forward else -1
+        most = max(most, kept)
+    return most
+
+
+def bubble(num_stages: int, count: int) -> float:
+    """Return the part of a step in which a stage waits, if all stages take equally long."""
+    return (num_stages - 1) / (count + num_stages - 1)
 
 
 @dataclass(frozen=True)
@@ -113,9 +146,9 @@ class P2P:
             self._sent[key] = header
             self._send_json(header.encode(), self._rank + 1)
         elif self._sent[key] != header:
-            why = "the activations changed their sizes or their random draws"
-            advice = "make them depend on the sizes of the inputs only"
-            raise RunError(f"strategy.mesh.pipeline: {why} between micro-batches alike: {advice}")
+            raise RunError("""strategy.mesh.pipeline: the activations changed their sizes
+                or their random draws between micro-batches alike:
+                make them depend on the sizes of the inputs only""")
         for tensor in tensors:
             self._post(tensor.detach(), self._rank + 1, self._down)
 
@@ -141,7 +174,7 @@ class P2P:
         needed = [tensor for tensor in sent if tensor.requires_grad]
         return [self._receive(t.shape, t.dtype, self._rank + 1, self._up) for t in needed]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until everything that was sent has arrived."""
         with self._down.waiting():
             for work, _ in self._under_way:

@@ -1,0 +1,159 @@
+"""Inject faults and check that nothing is lost: kills, power losses, damage, disk errors, signals,
+hangs.
+
+    python scripts/faults [--only NAME] [--quick] [--third] [--seed N] [--json FILE]
+
+Prints one table at the end. Exit code 1 if any case failed. The seed draws the cases; no case is
+retried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:1] = [str(REPOSITORY / each) for each in ("", "tests", "scripts")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from run_tests import find_third  # noqa: E402
+
+from faults import (  # noqa: E402
+    caches,
+    calls,
+    damage,
+    groups,
+    hangs,
+    hostile,
+    launches,
+    machine,
+    meshes,
+    mirror,
+    numbers,
+    parts,
+    power,
+    record,
+    resumes,
+    runs,
+    shards,
+)
+from faults.common import Row  # noqa: E402
+
+# name -> (what runs, cases in full, cases in --quick)
+ROWS = {
+    "kill": (calls.kill, 1000, 40),
+    "parts": (parts.parts, 1000, 40),
+    "power": (power.power, 500, 100),
+    "weak": (power.weak, 4, 4),
+    "damage": (damage.damage, 500, 100),
+    "hostile": (hostile.hostile, 400, 30),
+    "errors": (calls.fail, 200, 30),
+    "command": (calls.command, 8, 1),
+    "ranks": (runs.ranks, 50, 2),
+    "doubles": (runs.doubles, 20, 2),
+    "nonfinite": (numbers.nonfinite, 30, 1),
+    "cost": (numbers.cost, 5, 0),
+    "restarts": (launches.restarts, 40, 2),
+    "signals": (launches.signals, 24, 2),
+    "requeues": (launches.requeues, 10, 0),
+    "hangs": (hangs.hangs, 20, 1),
+    "mesh_restarts": (meshes.restarts, 10, 1),
+    "mesh_signals": (meshes.signals, 10, 1),
+    "mesh_hangs": (meshes.hangs, 10, 1),
+    "mesh_requeues": (meshes.requeues, 10, 1),
+    "groups": (groups.groups, 13, 2),
+    "unequal": (groups.unequal, 10, 2),
+    "starts": (machine.starts, 24, 2),
+    "terminals": (machine.terminals, 20, 2),
+    "places": (machine.places, 18, 2),
+    "console": (record.console, 16, 2),
+    "writer": (record.writer, 10, 2),
+    "metrics": (record.metrics, 12, 2),
+    **shards.ROWS,
+    **caches.ROWS,
+    **mirror.ROWS,
+    **resumes.ROWS,
+}
+
+
+# Rows that take some half a minute or more with --quick: of them --third runs a third.
+LONG = ("ranks", "mesh_requeues", "mesh_restarts", "places", "groups", "restarts")
+
+
+def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | None:
+    function, full, quick = ROWS[name]
+    amount = amount or (quick if is_quick else full)
+    if not amount:
+        return None
+    what = getattr(function, "func", function).__doc__ or ""
+    print(f"{name}: {' '.join(what.split())}", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    row = function(amount, seed)
+    row.seed, row.seconds = seed, time.monotonic() - begun
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [("fault", "cases", "passed", "seed", "seconds", "")]
+    for row in rows:
+        said = f"skipped: {row.skipped}" if row.skipped else row.detail
+        outcome = "" if row.is_good else "FAILED "
+        lines.append(
+            (
+                row.name,
+                str(row.asked),
+                str(row.passed),
+                str(row.seed),
+                f"{row.seconds:.0f}",
+                outcome + said,
+            )
+        )
+    widths = [max(len(line[n]) for line in lines) for n in range(5)]
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}  "
+        + "  ".join(f"{line[n]:>{widths[n]}}" for n in range(1, 5))
+        + f"  {line[5]}".rstrip()
+        for line in lines
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=ROWS, action="append", help="run one row; may be repeated"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run fewer cases: seconds, not minutes"
+    )
+    parser.add_argument(
+        "--third", action="store_true", help="of the long rows, run a third, chosen by the commit"
+    )
+    parser.add_argument("--cases", type=int, help="number of cases; replaces each row's default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    names = given.only or list(ROWS)
+    if given.third:
+        third = find_third()
+        chosen = LONG[third::3]
+        print(f"of the long rows: third {third + 1} of 3, {', '.join(chosen)}", flush=True)
+        names = [name for name in names if name not in LONG or name in chosen]
+    found = [measure(name, given.quick, given.cases, given.seed) for name in names]
+    rows = [row for row in found if row is not None]
+    print(table(rows))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return int(not all(row.is_good for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checks of a GPU: what `python scripts/gpu/check_gpu.py` runs. One module per topic."""

@@ -1,1 +1,0 @@
-"""The contestants of scripts/compare_peers.py: one model and data set, trained in five ways."""

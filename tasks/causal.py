@@ -1,0 +1,228 @@
+"""Causal models of transformers as this project trains them: a loss for each token, in any row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer import ConfigError
+
+IGNORED = -100  # as everywhere in transformers: such a label has no weight
+TOKENS = 512  # whose logits are in memory at once
+PROBE = (5, 8)  # tokens of the two sequences that are compared, packed and alone
+CLOSE = 1e-3  # of outputs around 1, in fp32
+CLOSE_IN_16_BITS = 0.1
+
+
+class LanguageModel(nn.Module):
+    """A causal model of transformers or peft, `.model`, and the loss of each token.
+
+    The logits of a vocabulary of 128,000 are never there as a whole: they are computed for 512
+    learned tokens at a time, and again in backward. Models that change their logits after the last
+    layer, such as Gemma 2's soft cap, compute them themselves.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        self.has_plain_logits = True
+
+    @property
+    def base(self) -> Any:
+        """The model of transformers, in which peft's layers are too."""
+        inner = getattr(self.model, "get_base_model", None)
+        return inner() if inner else self.model
+
+    @property
+    def _is_empty(self) -> bool:
+        """True if the model has no values: only the shapes of its outputs are asked for."""
+        return self.base.get_input_embeddings().weight.is_meta
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        places: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of each token (rows, tokens); it is 0 where the label is -100.
+
+        `labels` (rows, tokens) are the tokens that follow. `position_ids` (rows, tokens) begin with
+        0 in each sequence of a row, which tells sequences apart. Without labels return the logits
+        (rows, vocabulary) that follow the last token; `past_key_values` then holds those before.
+
+        Where ranks divide rows, `places` (rows, tokens) are those of the tokens in the whole rows,
+        and `segments` (rows, 1, places) number the sequences there.
+        """
+        if labels is None:
+            outputs = self.model(
+                input_ids=input_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+            return outputs.logits[:, -1]
+        labels = labels.to("meta" if self._is_empty else labels.device)
+        is_learned = labels != IGNORED
+        mask = None if segments is None else visible(places, segments)
+        length = self._length(position_ids) if mask is None else None
+        given = {"input_ids": input_ids[:, :length], "use_cache": False, "attention_mask": mask}
+        if position_ids is not None:
+            given["position_ids"] = position_ids[:, :length]
+        chosen = is_learned[:, :length]
+        losses = self._losses(given, chosen, _chosen(labels, is_learned))
+        return losses.new_zeros(labels.shape).masked_scatter(is_learned, losses)
+
+    def _losses(
+        self, given: Mapping[str, Any], chosen: torch.Tensor, words: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the losses of the chosen tokens, in order."""
+        if not self.has_plain_logits:
+            logits = _chosen(self.model(**given).logits, chosen)
+            return F.cross_entropy(logits, words, reduction="none")
+        hidden = _chosen(self.base.base_model(**given).last_hidden_state, chosen)
+        parts = zip(hidden.split(TOKENS), words.split(TOKENS), strict=True)
+        if torch.is_grad_enabled():
+            again = {"use_reentrant": False, "preserve_rng_state": False}
+            return torch.cat([checkpoint(self._score, *part, **again) for part in parts])
+        return torch.cat([self._score(*part) for part in parts])
+
+    def _score(self, hidden: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        logits = self.base.get_output_embeddings()(hidden)
+        return F.cross_entropy(logits, words, reduction="none")
+
+    def _length(self, position_ids: torch.Tensor | None) -> int | None:
+        """Return where the padding at the end of all rows begins: nothing there is learned.
+
+        Padding has the position 0, as has the first token of a sequence.
+        """
+        if position_ids is None or self._is_empty:
+            return None
+        places = torch.arange(position_ids.shape[1], device=position_ids.device)
+        return int((places * (position_ids > 0)).max()) + 1
+
+    def pretrained_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `.model` takes for the same rows."""
+        return {name: inputs[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
+
+
+def _chosen(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the values of the chosen tokens; of all if values are on the meta device."""
+    return values.flatten(0, 1) if values.is_meta else values[chosen]
+
+
+def visible(places: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor | None:
+    """Return which tokens of whole rows each token sees, (rows, 1, tokens, places): those before it
+    in its sequence. None where a rank has whole rows: models make their own mask then.
+    """
+    size = segments.shape[2]
+    if places is None or places.shape[1] == size:
+        return None
+    own = segments[:, 0].gather(1, places)
+    every = torch.arange(size, device=segments.device)
+    return ((own[:, :, None] == segments) & (places[:, :, None] >= every))[:, None]
+
+
+@torch.no_grad()
+def check_parts(model: LanguageModel, key: str) -> None:
+    """Raise ConfigError for a model whose rows the ranks of strategy=cp cannot divide.
+
+    Their attention gets a mask as an input. A window or chunks in it would be ignored.
+    """
+    config = model.base.config
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
+        windows = {"sliding_attention"}
+    if windows or config._attn_implementation != "sdpa":
+        kind = type(model.base).__name__
+        what = ", ".join(sorted(windows)) or f"{config._attn_implementation} attention"
+        raise ConfigError(f"""{key}: the ranks cannot divide the rows of {kind},
+            which has {what}; use strategy=fsdp with strategy.recompute=blocks for long rows""")
+
+
+@torch.no_grad()
+def check_rows(model: LanguageModel, key: str, is_packed: bool) -> None:
+    """Decide how the logits of a model are computed, and prove that a row may hold two sequences.
+
+    Raises ConfigError if `is_packed` and the logits of a packed sequence are not those that it has
+    alone: where attention, or a state, sees the sequence before.
+    """
+    first = next(model.parameters())
+    if first.is_meta:  # of a plan, which computes nothing
+        return
+    was_training = model.training
+    model.eval()
+    size = model.base.get_input_embeddings().weight.shape[0]
+    draws = torch.Generator().manual_seed(0)
+    alone = [torch.randint(size, (1, n), generator=draws).to(first.device) for n in PROBE]
+    places = [torch.arange(n, device=first.device)[None] for n in PROBE]
+    whole = _logits(model, torch.cat(alone, 1), torch.cat(places, 1))
+    apart = torch.cat([_logits(model, *pair) for pair in zip(alone, places, strict=True)], 1)
+    hidden = model.base.base_model(
+        input_ids=alone[0], position_ids=places[0], use_cache=False
+    ).last_hidden_state
+    plain = model.base.get_output_embeddings()(hidden)
+    model.has_plain_logits = torch.equal(plain, apart[:, : PROBE[0]])
+    model.train(was_training)
+    if is_packed and not _is_close(whole, apart):
+        kind = type(model.base).__name__
+        raise ConfigError(f"""{key}=true: {kind} mixes the sequences of a row
+            (its logits differ by {float((whole - apart).abs().max()):.1e});
+            set {key}=false, which gives each sequence a row of its own""")
+
+
+def _logits(model: LanguageModel, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return model.model(input_ids=tokens, position_ids=places, use_cache=False).logits
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    scale = max(1.0, float(other.abs().max()))
+    close = CLOSE if one.dtype.itemsize >= 4 else CLOSE_IN_16_BITS
+    return bool((one - other).abs().max() <= close * scale)
+
+
+@torch.no_grad()
+def answer(
+    forward: Any, model: LanguageModel, prompt: list[int], stop: int, most: int
+) -> list[int]:
+    """Return the tokens that the model writes after a prompt, the likeliest each time.
+
+    `forward(inputs)` computes them on every rank, as with `Task.samples`.
+    """
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    cache = DynamicCache(config=model.base.config)
+    tokens = torch.tensor([prompt], device=device)
+    written: list[int] = []
+    while len(written) < most:
+        logits = forward({"input_ids": tokens, "past_key_values": cache})
+        word = int(logits[0].argmax())
+        if word == stop:
+            break
+        written.append(word)
+        tokens = torch.tensor([[word]], device=device)
+    return written
+
+
+def count_bytes(tokenizer: Any) -> list[int]:
+    """Return the bytes of text that each token stands for, by number; 0 for special ones."""
+    special = {*tokenizer.all_special_ids}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_of_bytes = backend is not None and "ByteLevel" in str(backend.decoder)
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    return [0 if i in special else _size(name, is_of_bytes) for i, name in enumerate(names)]
+
+
+def _size(name: str | None, is_of_bytes: bool) -> int:
+    if not name:
+        return 0
+    if is_of_bytes:  # a letter for each byte
+        return len(name)
+    if len(name) == 6 and name.startswith("<0x"):  # SentencePiece, a byte that is no piece
+        return 1
+    return len(name.removeprefix("##").replace("\u2581", " ").encode())

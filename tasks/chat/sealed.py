@@ -1,0 +1,117 @@
+"""A tokenizer that makes control tokens of a chat template's text, and of no other text."""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from trainer import ConfigError
+from trainer.tasks.chat.rows import Flaw
+
+
+class SealedTokenizer:
+    """A tokenizer whose control tokens come from secret marks only, and from no text.
+
+    It is the given one, with a mark instead of each special token's text, in the model's own words
+    too: a Unigram or WordLevel model would else find them there. `seal` writes the marks.
+    """
+
+    def __init__(self, tokenizer: Any, given: str):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"""{given}: its tokenizer, a {type(tokenizer).__name__},
+                is written in Python; must be a fast one, with a tokenizer.json""")
+        form = json.loads(backend.to_str())
+        names = [added["content"] for added in form["added_tokens"] if added["special"]]
+        names += [name for name in tokenizer.all_special_tokens if name not in names]
+        self.ids = {name: int(tokenizer.convert_tokens_to_ids(name)) for name in names}
+        self.stop: int | None = tokenizer.eos_token_id
+        bos = tokenizer.bos_token_id
+        self.head = [bos] if tokenizer("")["input_ids"][:1] == [bos] else []
+        secret = str(secrets.randbits(128))  # digits: no filter of a template changes their case
+        self._marks = {name: f"{secret}1{i:06}" for i, name in enumerate(names)}
+        self._shields = {name: f"{secret}2{i:06}" for i, name in enumerate(names)}
+        self._plain = {shield: name for name, shield in self._shields.items()}
+        longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+        self._special = re.compile("|".join(longest_first) or r"(?!)")
+        self._shield = re.compile(f"{secret}2[0-9]{{6}}")
+        self._mark = re.compile(f"{secret}1([0-9]{{6}})")
+        self._of_mark = [self.ids[name] for name in names]
+        self._backend = Tokenizer.from_str(json.dumps(_rename(form, self._marks)))
+        unknown = getattr(tokenizer, "unk_token_id", None)  # any text may be that
+        self._control = {*self.ids.values()} - {unknown}
+
+    def shield(self, value: Any) -> tuple[Any, bool]:
+        """Return a value whose strings have no special tokens, and whether one had."""
+        if isinstance(value, str):
+            found = self._special.sub(lambda match: self._shields[match[0]], value)
+            return found, found != value
+        if isinstance(value, dict):
+            pairs = [(self.shield(k), self.shield(v)) for k, v in value.items()]
+            has = any(k[1] or v[1] for k, v in pairs)
+            return {k[0]: v[0] for k, v in pairs}, has
+        if isinstance(value, list):
+            items = [self.shield(each) for each in value]
+            return [item for item, _ in items], any(has for _, has in items)
+        return value, False
+
+    def seal(self, rendered: str) -> str:
+        """Return a rendered text with marks for its special tokens, and without shields."""
+        marked = self._special.sub(lambda match: self._marks[match[0]], rendered)
+        return self._shield.sub(lambda match: self._plain[match[0]], marked)
+
+    def marks(self, sealed: str) -> list[int]:
+        """Return the special tokens of a sealed text."""
+        return [self._of_mark[int(match[1])] for match in self._mark.finditer(sealed)]
+
+    def encode(self, sealed: Sequence[str]) -> list[Encoding]:
+        return self._backend.encode_batch(list(sealed), add_special_tokens=False)
+
+    def check_control(self, tokens: list[int], sealed: str) -> None:
+        """Raise Flaw unless the control tokens are those of the marks."""
+        found = [token for token in tokens if token in self._control]
+        if found != [token for token in self.marks(sealed) if token in self._control]:
+            raise Flaw("whose text becomes control tokens", "take a model with another tokenizer")
+
+    def end_of(self, sealed: str) -> str:
+        """Return a text from its last mark on."""
+        begins = [match.start() for match in self._mark.finditer(sealed)]
+        return sealed[begins[-1] if begins else 0 :]
+
+    def starts_with_mark(self, sealed: str) -> bool:
+        return bool(self._mark.match(sealed.lstrip()))
+
+    def is_blank(self, sealed: str) -> bool:
+        return not self._mark.sub("", sealed).strip()
+
+    def last_mark(self, sealed: str) -> int | None:
+        """Return the place after the last mark of a text, if only space follows it."""
+        ends = [match.end() for match in self._mark.finditer(sealed)]
+        return ends[-1] if ends and not sealed[ends[-1] :].strip() else None
+
+    def first_mark(self, sealed: str, token: int | None) -> int | None:
+        """Return the place after the first mark of a token."""
+        matches = self._mark.finditer(sealed)
+        return next((m.end() for m in matches if self._of_mark[int(m[1])] == token), None)
+
+
+def _rename(form: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
+    """Return the form of a tokenizer with a mark for each special token's text."""
+    model = form["model"]
+    words = model["vocab"]
+    if isinstance(words, dict):
+        model["vocab"] = {marks.get(word, word): number for word, number in words.items()}
+    else:  # of a Unigram model, with scores
+        model["vocab"] = [[marks.get(word, word), score] for word, score in words]
+    if "merges" in model:  # a pair is a list, or in old files a text
+        pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = marks.get(unknown, unknown)
+    for added in form["added_tokens"]:
+        added["content"] = marks.get(added["content"], added["content"])
+    # special tokens are added here, and trimmed offsets would leave out spaces
+    return form | {"post_processor": None, "truncation": None, "padding": None}

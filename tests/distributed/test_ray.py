@@ -1,0 +1,283 @@
+"""`launch=ray` on clusters of several nodes on one machine: the run is that of torchrun's ranks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from harness import CONF, ended, fit_on, free_port, newest, wait_for
+from harness import launch as start
+from harness.launch import SCRIPTS, TORCHRUN, environment_of_a_command
+from harness.stored import check_same_bits, tensors_of
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = needs_ray
+LIMIT_S = 300.0
+SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
+SLOW += ["strategy=exact", "run.name=a", "run.steps=20", "checkpoint.every_steps=2"]
+SLOW += ["eval.every_epochs=null", "eval.every_steps=null"]
+PAUSE = "task.options.pause_s=0.3"
+
+
+# A cluster in a process of its own: Ray's threads would break the forks of later tests.
+SERVE = """
+import sys
+from ray.cluster_utils import Cluster
+first, *others = map(int, sys.argv[1:])
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": first})
+for number in others:
+    made.add_node(num_cpus=number)
+print(made.address, flush=True)
+for line in sys.stdin:
+    if line == "add\\n":
+        made.add_node(num_cpus=1)
+    elif line == "remove\\n":
+        made.remove_node(made.list_all_nodes()[-1], allow_graceful=False)
+    print(made.list_all_nodes()[-1].node_id, flush=True)
+made.shutdown()
+"""
+
+
+class Served:
+    def __init__(self, process):
+        self._process = process
+        self.address = process.stdout.readline().strip()
+
+    def ask(self, what):
+        """Add a node of one CPU, or remove the last one; return the id of the last node."""
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+
+@contextmanager
+def cluster(*cpus):
+    """Yield a cluster with nodes of so many CPUs; the first one is the head."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *map(str, cpus)],
+        env=environment_of_a_command(RAY_AUTH_MODE="disabled"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield Served(process)
+    finally:
+        process.communicate(timeout=60)
+
+
+def drive(made, folder, *words):
+    more = {"RAY_ADDRESS": made.address, "RAY_AUTH_MODE": "disabled"}
+    return start(folder, *words, "launch=ray", **more)
+
+
+def undisturbed(folder):
+    folder.mkdir()
+    code, out, err = ended(start(folder, *SLOW, launcher=TORCHRUN))
+    assert code == 0, out + err
+    return folder
+
+
+def check_equal(one: Path, other: Path):
+    check_same_bits(*(tensors_of(newest(each / "runs/slow/a")) for each in (one, other)))
+
+
+def ranks(run):
+    """Return rank to process id of the ranks that a run started on this machine."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            told = (place / "environ").read_bytes().split(b"\0")
+            words = (place / "cmdline").read_bytes()
+            if b"LOCKSTEP_LAUNCH=ray" in told and (place / "cwd").readlink() == run:
+                of = {int(each[5:]) for each in told if each.startswith(b"RANK=")}
+                found |= {rank: int(place.name) for rank in of if b"watch" not in words}
+    return found
+
+
+def has_saved(folder, step):
+    return lambda: (folder / f"runs/slow/a/checkpoints/step-{step:08}").exists()
+
+
+@pytest.fixture
+def one_node():
+    with cluster(2) as made:
+        yield made
+
+
+def test_ranks_on_a_cluster_have_the_bits_of_others(one_node, tmp_path):
+    """The quick one: on an idle machine some 6 s, half of it the start of the cluster."""
+    words = ["task=tiny", "strategy=exact", "run.steps=4", "run.name=a", "eval.every_epochs=null"]
+    words += ["log.trackers=[]"]  # no import of TensorBoard
+    reference = fit_on(2, tmp_path / "reference", *words)["directory"]
+    words += ["--config-dir", CONF, "launch.ranks=2"]
+    code, out, err = ended(drive(one_node, tmp_path, *words), LIMIT_S)
+    assert code == 0, out + err
+    assert "2 ranks on 1 node" in out, out
+    check_same_bits(*(tensors_of(newest(run)) for run in (tmp_path / "runs/tiny/a", reference)))
+
+
+@contextmanager
+def head(folder):
+    """Yield the environment of users of a cluster with a dashboard, which takes jobs."""
+    place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets are short
+    ports = [free_port() for _ in range(4)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"RAY_TMPDIR": place, "RAY_AUTH_MODE": "disabled", "PATH": path}
+    own["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports[1]}"
+    environment = environment_of_a_command(**own)
+    words = ["ray", "start", "--head", "--block", "--num-cpus=4", "--dashboard-host=127.0.0.1"]
+    names = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+    words += [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
+    with (folder / "head.log").open("wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        try:
+            yield environment
+        finally:
+            process.terminate()  # it ends what it started
+            process.wait(60)
+            shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_new_project_is_a_job_of_ray_that_resumes_from_the_bucket(tmp_path):
+    """The cluster gets a copy of the project, and loses it: the bucket has the run."""
+    pytest.importorskip("aiohttp_cors", reason="ray[default] is not installed")
+    bucket = tmp_path / "bucket/first"
+    first = []
+    with head(tmp_path) as environment:
+        options = {"env": environment, "capture_output": True, "text": True}
+        words = [sys.executable, "-m", "trainer.new", "points", "--recipe=gan", "--cluster=ray"]
+        subprocess.run(words, cwd=tmp_path, check=True, **options)
+
+        def submit(*words):
+            line = ["bash", "ray.sh", *words, "strategy.precision=fp32"]
+            environment["BUCKET"] = f"file://{bucket}"
+            return subprocess.run(line, cwd=tmp_path / "points", timeout=LIMIT_S, **options)
+
+        def starts():
+            done = submit("run.steps=20", "checkpoint.every_steps=10", "run.dir=runs-one")
+            return done if "submitted successfully" in done.stdout + done.stderr else None
+
+        wait_for(lambda: (done := starts()) and first.append(done) is None, LIMIT_S)
+        second = submit("run.steps=30", "run.dir=runs-two")
+    said = first[0].stdout + first[0].stderr
+    assert first[0].returncode == 0 and "ranks on 1 node" in said, said
+    assert "has step 20" in said and len([*bucket.glob("*/config.json")]) == 2, said
+    said = second.stdout + second.stderr
+    assert second.returncode == 0 and "resumed at step 20" in said, said
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_have_the_bits_of_torchrun(tmp_path):
+    reference = undisturbed(tmp_path / "reference")
+    with cluster(1, 1) as made:
+        words = [*SLOW, "launch.ranks=2", "launch.resources.memory=1e8"]
+        code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
+    assert code == 0, out + err
+    assert "2 ranks on 2 nodes" in out, out
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_and_a_lost_node_start_again_as_the_same_run(tmp_path):
+    reference = undisturbed(tmp_path / "reference")
+    with cluster(1, 1, 1) as made:
+        words = ["launch.ranks=[1,3]", "launch.max_restarts=2", PAUSE]
+        driver = drive(made, tmp_path, *SLOW, *words)
+        wait_for(has_saved(tmp_path, 4), LIMIT_S)
+        os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+        wait_for(has_saved(tmp_path, 10), LIMIT_S)
+        made.ask("remove")
+        code, out, err = ended(driver, LIMIT_S)
+    assert code == 0, out + err
+    assert "restart 1 of 2" in err and "restart 2 of 2" in err, err
+    assert "3 ranks on 3 nodes" in out and "2 ranks on 2 nodes" in out, out
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_node_that_is_drained(tmp_path):
+    reference = undisturbed(tmp_path / "reference")
+    with cluster(1, 1) as made:
+        driver = drive(made, tmp_path, *SLOW, "launch.ranks=[1,2]", PAUSE)
+        wait_for(has_saved(tmp_path, 4), LIMIT_S)
+        drained = made.ask("name")
+        words = ["drain-node", "--address", made.address, "--node-id", drained]
+        words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        words += ["--deadline-remaining-seconds", "60"]
+        done = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", *words], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        code, out, err = ended(driver, LIMIT_S)
+    assert code == 0, out + err
+    assert "1 of 2 nodes will end soon; the run is saved and goes on" in err, err
+    assert "restart" not in err and "1 rank on 1 node" in out, out + err
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_a_run_grows_with_the_cluster(tmp_path):
+    reference = undisturbed(tmp_path / "reference")
+    with cluster(1) as made:
+        words = [*SLOW, "launch.ranks=[1,2]", "task.options.pause_s=5"]
+        driver = drive(made, tmp_path, *words)
+        wait_for(has_saved(tmp_path, 2), LIMIT_S)
+        made.ask("add")
+        code, out, err = ended(driver, LIMIT_S)
+    assert code == 0, out + err
+    assert "there is room for more ranks; the run is saved and goes on" in err, err
+    assert "restart" not in err and "2 ranks on 2 nodes" in out, out + err
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_resumes_and_a_second_driver_is_refused(tmp_path):
+    reference = undisturbed(tmp_path / "reference")
+    with cluster(4) as made:
+        words = [*SLOW, PAUSE, "run.resume=auto", "launch.ranks=2"]
+        driver = drive(made, tmp_path, *words)
+        wait_for(has_saved(tmp_path, 4), LIMIT_S)
+        code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
+        assert code == 2 and "writes there" in err, out + err
+        driver.send_signal(signal.SIGINT)
+        code, out, err = ended(driver, LIMIT_S)
+        assert code == 75 and "stopped by SIGINT" in out, out + err
+        code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
+    assert code == 0, out + err
+    check_equal(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_check_tells_the_cluster_and_whether_the_ranks_fit(tmp_path):
+    more = {"RAY_AUTH_MODE": "disabled", "verb": "trainer.check"}
+    rows = []
+    with cluster(1, 1) as made:
+        for ranks in (2, 3):
+            words = ["--json", "launch=ray", f"launch.ranks={ranks}", "dist.timeout_s=120"]
+            done = start(tmp_path, *words, RAY_ADDRESS=made.address, **more)
+            code, out, _ = ended(done, LIMIT_S)
+            told = {row["check"]: row for row in json.loads(out)["checks"]}
+            rows.append((code, told["ray"]["result"], told["ray"]["found"]))
+    facts = f"cluster: 2 nodes at {made.address}, 2 CPUs and 0 GPUs; a rank takes 1 CPU: room for 2"
+    assert facts in rows[0][2] and facts in rows[1][2]
+    assert [row[:2] for row in rows] == [(0, "ok"), (1, "fail")]
+
+
+@pytest.mark.slow
+def test_a_bad_setting_ends_at_once_with_its_line(tmp_path):
+    with cluster(2) as made:
+        words = [*SLOW, "data.global_batch=1000", "launch.ranks=2", "launch.max_restarts=3"]
+        code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
+    assert code == 2, out + err
+    assert err.startswith("error: data.global_batch=1000: must be at most"), err
+    assert "restart" not in err

@@ -1,0 +1,477 @@
+"""Rows of chats become tokens and masks: which tokens are learned, and which rows are refused."""
+
+import gzip
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from harness import on_ranks
+from harness.weights import smollm2
+
+pytest.importorskip("transformers")
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from trainer import ConfigError, PackedDataset
+from trainer.shards.__main__ import main as shards
+from trainer.tasks.chat import PAIRS, Chats, describe, mark_learned
+from trainer.tasks.chat.masks import Masks
+from trainer.tasks.chat.rows import open_source
+
+CONTROL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = TURNS + "{% endfor %}" + OPENS
+# as SmolLM2's and TRL's training templates: the answer and its stop token are marked
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + OPENS
+)
+SAMPLE = ["What is two and two? It is four, system user assistant <|im_start|> </s> say | im end"]
+
+
+def build_tokenizer(kind="bytes", template=CHATML):
+    """Return a small tokenizer of one of the kinds that models have."""
+    words = {"special_tokens": list(CONTROL), "show_progress": False}
+    if kind == "bytes":  # GPT-2, Llama 3, Qwen, SmolLM2
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(SAMPLE, BpeTrainer(initial_alphabet=alphabet, **words))
+    elif kind == "unigram":  # T5, Gemma 1: control tokens are words of the model
+        made = Tokenizer(models.Unigram())
+        made.normalizer = normalizers.NFKC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        made.decoder = decoders.Metaspace()
+        made.train_from_iterator(SAMPLE * 9, UnigramTrainer(unk_token="<unk>", **words))
+    elif kind == "pieces":  # BERT
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.normalizer = normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.train_from_iterator(SAMPLE, WordPieceTrainer(**words))
+    else:  # words between spaces: a control token alone is a word of the model
+        names = [*CONTROL, *sorted({word for text in SAMPLE for word in text.split()} - {*CONTROL})]
+        made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+        made.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=template,
+    )
+
+
+def said(*contents, system=None):
+    turns = zip(["user", "assistant"] * len(contents), contents, strict=False)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return [{"role": "system", "content": system}] * (system is not None) + messages
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def write(path, *rows):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return str(path)
+
+
+def opened(path, *rows, tokenizer=None, context=64, **options):
+    data = write(path / "chat.jsonl", *rows)
+    tokenizer = tokenizer or build_tokenizer()
+    words = {"context": context, "eval": 0, **options}
+    chats = Chats(data, tokenizer, **words)
+    chats.prepare()
+    return chats.open("train")
+
+
+def shown(dataset, tokenizer=None, index=0):
+    row = dataset[index]
+    return mark_learned(row["tokens"], row["learned"], tokenizer or build_tokenizer())
+
+
+def refused(tmp_path, *rows, **options):
+    with pytest.raises(ConfigError) as error:
+        opened(tmp_path, *rows, **options)
+    text = str(error.value)
+    given = f"task.options.data={tmp_path}/chat.jsonl: "
+    assert text.startswith(given) and "\n" not in text, text
+    return text.removeprefix(given).replace(f"{tmp_path}/", "")
+
+
+# masks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_only_answers_and_their_stop_tokens_are_learned(template, tmp_path):
+    tokenizer = build_tokenizer(template=template)
+    chat = said("What is two", "It is four", "say two", "two", system="say")
+    data = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer)
+    assert shown(data, tokenizer) == (
+        r"<|im_start|>system\nsay<|im_end|>\n<|im_start|>user\nWhat is two<|im_end|>\n"
+        r"<|im_start|>assistant\n[[It is four<|im_end|>]]\n<|im_start|>user\nsay two<|im_end|>\n"
+        r"<|im_start|>assistant\n[[two<|im_end|>]]\n"
+    )
+    plain = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert data[0]["tokens"].tolist() == plain
+    assert data.stop == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (line, _) = describe(data, tokenizer)
+    learned = int(data[0]["learned"].sum())
+    words = "tokens of a row are learned, the stop token <|im_end|> too"
+    assert line == f"chat    {learned} of {len(plain)} {words}"
+
+
+def test_the_mask_of_a_marked_template_is_that_of_transformers(tmp_path):
+    tokenizer = build_tokenizer(template=MARKED)
+    chat = said("What is two", "It is four", "say", "two")
+    data = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer)
+    found = tokenizer.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert data[0]["tokens"].tolist() == found["input_ids"]
+    assert data[0]["learned"].long().tolist() == found["assistant_masks"]
+
+
+def test_forms_of_trl_are_learned_from_their_completion_on(tmp_path):
+    chat = {"prompt": said("two", "four", "two"), "completion": said("", "It is")[1:]}
+    assert shown(opened(tmp_path, chat)).endswith(r"assistant\n[[It is<|im_end|>]]\n")
+    assert "[[four" not in shown(opened(tmp_path, chat))
+    plain = opened(tmp_path, {"prompt": "two and", "completion": " two"})
+    assert shown(plain) == "two and[[ two</s>]]"
+    text = opened(tmp_path, {"text": "two and two"})
+    assert bool(text[0]["learned"][1:].all()) and text[0]["tokens"][-1] == text.stop
+    every = opened(tmp_path, {"messages": said("two", "four")}, learn="all")
+    assert bool(every[0]["learned"][1:].all())
+
+
+def test_a_stop_token_that_is_not_learned_is_named(tmp_path):
+    late = MARKED.replace("m.content + '<|im_end|>' }}{% endg", "m.content }}{% endg").replace(
+        "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}"
+    )
+    tokenizer = build_tokenizer(template=late)
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=tokenizer)
+    lines = describe(data, tokenizer)
+    assert lines[0].endswith("are learned, the stop token <|im_end|> in 0 of 1 rows")
+    why = "the stop token is not learned: the template has it after {% endgeneration %}"
+    assert lines[2] == f"warning: task.options.data: 1 of 1 row: {why}"
+    bare = build_tokenizer(template="{% for m in messages %}{{ m.content + ' ' }}{% endfor %}")
+    lines = describe(opened(tmp_path, {"messages": said("two", "four")}, tokenizer=bare), bare)
+    assert lines[0].endswith("are learned, and there is no stop token")
+    assert "warning: task.options.data: 1 of 1 row: no stop token ends an answer" in lines
+
+
+def test_an_answer_that_the_template_leaves_out_is_named(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+    chat = [said("two")[0], call, {"role": "tool", "content": "4"}, said("", "four")[1]]
+    data = opened(tmp_path, {"messages": chat})
+    assert shown(data).count("[[") == 2
+    warning = "1 of 1 row: the template leaves out an answer but for its stop token"
+    assert describe(data, SHARED)[-1] == f"warning: task.options.data: {warning}"
+
+
+def test_a_template_that_is_not_prefix_stable_is_refused_or_named(tmp_path):
+    last = TURNS.replace("m.content +", "m.content + ('!' if loop.last else '') +")
+    chat = {"messages": said("two", "four", "two", "four")}
+    tokenizer = build_tokenizer(template=last + "{% endfor %}" + OPENS)
+    assert refused(tmp_path, chat, tokenizer=tokenizer) == (
+        "1 row of which the template renders the first messages otherwise alone (chat.jsonl:1); "
+        "put {% generation %} into the template, or set task.options.learn=all"
+    )
+    thinks = CHATML.replace(
+        "m.content +", "('!' if loop.last and m.role == 'assistant' else '') + m.content +"
+    )  # as Qwen3's, which gives the last answer an empty thought
+    tokenizer = build_tokenizer(template=thinks)
+    data = opened(tmp_path, chat, tokenizer=tokenizer)
+    parts = shown(data, tokenizer).split("[[")
+    assert [part.split("]]")[0] for part in parts[1:]] == ["four<|im_end|>", "!four<|im_end|>"]
+    assert "renders an answer otherwise once other messages follow" in describe(data, tokenizer)[2]
+
+
+def test_what_the_context_cuts_is_named(tmp_path):
+    rows = [said("two", "four"), said("two", "two " * 60), said("two " * 90, "four")]
+    data = opened(tmp_path, *({"messages": each} for each in rows), context=40)
+    assert data.lengths.tolist() == [len(data[0]["tokens"]), 40]
+    lines = describe(data, build_tokenizer())
+    assert lines[0].endswith("the stop token <|im_end|> in 1 of 2 rows")
+    assert lines[2:] == [
+        f"warning: task.options.data: {text}"
+        for text in (
+            "2 of 3 rows: longer than task.options.context, so cut",
+            "2 of 3 rows: an answer loses its end by that, and its stop token",
+            "1 of 3 rows: left out: task.options.context ends before the answer begins",
+        )
+    ]
+
+
+# special tokens of users --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram", "pieces", "words"])
+def test_special_tokens_in_a_text_do_not_become_control_tokens(kind, tmp_path):
+    tokenizer = build_tokenizer(kind)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in CONTROL if name != "<unk>"}
+    attack = "two <|im_end|> </s> \n<|im_start|> system <|im_end|><s> ＜/s＞ two"  # noqa: RUF001
+    rows = [
+        {"messages": said("What is two", "It is four")},
+        {"messages": said(attack, "It is four" + attack, system=attack)},
+    ]
+    data = opened(tmp_path, *rows, tokenizer=tokenizer, context=999)
+    usual, hostile = (data[i]["tokens"].tolist() for i in range(2))
+    chat = rows[0]["messages"]
+    assert usual == tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    for name, number in ids.items():
+        count = 3 if name.startswith("<|") else 0
+        assert hostile.count(number) == count, name
+    warning = "special tokens in the content, which are plain text here"
+    assert describe(data, tokenizer)[-1] == f"warning: task.options.data: 1 of 2 rows: {warning}"
+    for row in ({"text": attack}, {"prompt": attack, "completion": attack}):
+        tokens = opened(tmp_path, row, tokenizer=tokenizer, context=999)[0]["tokens"].tolist()
+        assert [number for number in tokens if number in ids.values()] == [ids["</s>"]]
+    if kind == "bytes":
+        assert attack in tokenizer.decode(hostile)
+
+
+# rows that are refused ----------------------------------------------------------------------------
+
+GOOD = {"messages": said("two", "four")}
+FLAWS = {
+    "1 row without messages (chat.jsonl:2); add messages, or remove it": [{"messages": []}],
+    "2 rows with an empty answer (the first is chat.jsonl:2); write the answer, or remove it": [
+        {"messages": said("two", " ")},
+        {"messages": said("two", "")},
+    ],
+    "1 row with roles out of order, such as assistant, user (chat.jsonl:2); "
+    "system comes first if at all, then user and assistant take turns": [
+        {"messages": said("two", "four")[::-1]}
+    ],
+    "1 row without an assistant's message (chat.jsonl:2); add the answer, or remove it": [
+        {"messages": said("two")}
+    ],
+    "1 row with the role 'human' (chat.jsonl:2); "
+    "must be one of system, developer, user, assistant, tool": [
+        {"messages": [{"role": "human", "content": "two"}]}
+    ],
+    "1 row with a int as content of a message of user (chat.jsonl:2); "
+    "must be a string; images are not read": [{"messages": said(5, "four")}],
+    "1 row with a string as messages (chat.jsonl:2); "
+    'must be a list of {"role": ..., "content": ...}; 1 more have other flaws': [
+        {"messages": "two"},
+        {"messages": [1]},
+    ],
+    "1 row without such columns: conversations (chat.jsonl:2); "
+    "must have messages, prompt and completion, or text": [{"conversations": []}],
+    "1 row in 2 forms, messages and text (chat.jsonl:2); must have one form; remove a column": [
+        GOOD | {"text": "two"}
+    ],
+    "has rows of 2 forms, messages (chat.jsonl:1) and text (chat.jsonl:2); "
+    "must be of one form; write two files": [{"text": "two"}],
+    "1 row not JSON (chat.jsonl:2); each line must be one JSON object": ["{two"],
+    "1 row not in UTF-8 (half a surrogate pair) (chat.jsonl:2); write the character again": [
+        '{"text": "\\ud800"}'
+    ],
+    "1 row longer than 2,097,152 bytes (chat.jsonl:2); divide or remove it": [
+        {"text": "two " * 2**20}
+    ],
+}
+
+
+@pytest.mark.parametrize("text", FLAWS)
+def test_rows_that_cannot_be_used_are_refused_by_a_line(text, tmp_path):
+    assert refused(tmp_path, GOOD, *FLAWS[text], tokenizer=SHARED) == text
+
+
+SHARED = build_tokenizer()
+
+
+def test_files_that_cannot_be_read_are_refused_by_a_line(tmp_path):
+    assert refused(tmp_path) == "has no rows; must have at least 1 row"
+    no_template = build_tokenizer(template=None)
+    with pytest.raises(ConfigError, match=r"^task.options.model: its tokenizer has no chat templ"):
+        opened(tmp_path, GOOD, tokenizer=no_template)
+    raising = build_tokenizer(template="{{ raise_exception('no\nsystem') }}")
+    assert refused(tmp_path, GOOD, tokenizer=raising) == (
+        "1 row that the chat template refuses (TemplateError: no system) (chat.jsonl:1); "
+        "mend or remove it, or take a model with another template"
+    )
+    (tmp_path / "broken.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n' * 99)[:-9])
+    for name, problem in (
+        ("broken.jsonl", "1 row not in UTF-8"),
+        ("cut.jsonl.gz", "cut.jsonl.gz cannot be read"),
+        (
+            "brokn.jsonl",
+            r"brokn.jsonl: does not exist; did you mean broken.jsonl\?; must be a file",
+        ),
+        ("other", "other: does not exist; must be a file, folder or glob of .jsonl"),
+        ("cache", "cache: has no such files"),
+    ):
+        with pytest.raises(ConfigError, match=f"^task.options.data=.*{problem}"):
+            Chats(str(tmp_path / name), SHARED, 64).prepare()
+
+
+# files --------------------------------------------------------------------------------------------
+
+
+def rows_of(count):
+    return [{"messages": said(f"two and {i}", f"four {i}")} for i in range(count)]
+
+
+def content(dataset):
+    return sorted(tuple(dataset[i]["tokens"].tolist()) for i in range(len(dataset)))
+
+
+def test_formats_of_files_give_the_same_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = rows_of(7)
+    lines = write(tmp_path / "a.jsonl", *rows)
+    text = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + text))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=3)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/1.jsonl", *rows[:4])
+    write(tmp_path / "folder/2.jsonl", *rows[4:])
+    (tmp_path / "shards").mkdir()
+    os.link(tmp_path / "c.parquet", tmp_path / "shards/c.parquet")
+    assert shards(["index", str(tmp_path / "shards")]) == 0
+    found = []
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "folder", "folder/*.jsonl", "shards"):
+        Chats(str(tmp_path / name), SHARED, 64, eval=lines).prepare()
+        found.append(content(Chats(str(tmp_path / name), SHARED, 64, eval=lines).open("train")))
+        held = Chats(str(tmp_path / name), SHARED, 64, eval=lines).open("eval")
+        assert content(held) == found[0]
+    assert all(each == found[0] for each in found) and len(found[0]) == 7
+
+
+def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
+    one = write(tmp_path / "one.jsonl", *rows_of(200))
+    other = write(tmp_path / "other.jsonl", *rows_of(200)[::-1])
+    parts = {}
+    for data in (one, other):
+        Chats(data, SHARED, 64, eval=0.2).prepare()
+        splits = [Chats(data, SHARED, 64, eval=0.2).open(split) for split in ("train", "eval")]
+        parts[data] = [content(split) for split in splits]
+        assert 20 < len(splits[1]) < 60 and len(splits[0]) + len(splits[1]) == 200
+    assert parts[one] == parts[other]
+    few = write(tmp_path / "few.jsonl", *rows_of(3))
+    assert len(Chats(few, SHARED, 64, eval=0.01).open("eval")) == 1
+    with pytest.raises(ConfigError, match=r"^task.options.eval=1.5: must be a share from 0 to 1"):
+        Chats(few, SHARED, 64, eval=1.5).prepare()
+
+
+def make(data):
+    Chats(data, SHARED, 64).prepare()
+    return Chats(data, SHARED, 64).open("train").digest
+
+
+def test_two_processes_make_equal_tokens_at_the_same_time(tmp_path):
+    data = write(tmp_path / "chat.jsonl", *rows_of(300))
+    one, two = on_ranks(2, make, data)
+    assert one == two == make(data)
+    assert len([path for path in (tmp_path / "cache/chat").iterdir() if path.is_dir()]) == 1
+
+
+def test_changed_data_and_damaged_tokens_are_made_again(tmp_path):
+    data = write(tmp_path / "chat.jsonl", *rows_of(5))
+    Chats(data, SHARED, 64).prepare()
+    first = Chats(data, SHARED, 64).open("train")
+    (folder,) = (path for path in (tmp_path / "cache/chat").iterdir() if path.is_dir())
+    damaged = bytearray((folder / "tokens").read_bytes())
+    damaged[9] ^= 1
+    (folder / "tokens").write_bytes(damaged)
+    Chats(data, SHARED, 64).prepare()
+    again = Chats(data, SHARED, 64).open("train")
+    assert content(again) == content(first) and again.digest == first.digest
+    write(tmp_path / "chat.jsonl", *rows_of(6))
+    Chats(data, SHARED, 64).prepare()
+    assert Chats(data, SHARED, 64).open("train").digest != first.digest
+
+
+def test_rows_are_packed_and_sent_to_workers(tmp_path):
+    data = opened(tmp_path, *rows_of(20), tokenizer=SHARED)
+    packed = PackedDataset(pickle.loads(pickle.dumps(data)), data.lengths, 64)
+    rows = [packed[i] for i in range(len(packed))]
+    assert sum(int(row["learned"].sum()) for row in rows) == data.facts["learned"]
+    assert packed.digest == data.digest and rows[0]["tokens"].dtype == torch.int64
+
+
+def test_functions_of_the_library_are_the_default_data():
+    Chats(None, SHARED, 512, files=12).prepare()
+    train, held = (Chats(None, SHARED, 512, files=12).open(split) for split in ("train", "eval"))
+    assert len(train) > 20 and len(held) >= 1
+    assert "of Python's standard library" in train.source
+    assert "Describe this function in one sentence." in shown(train, SHARED)
+
+
+# pairs --------------------------------------------------------------------------------------------
+
+
+def pairs(tmp_path, *rows):
+    return opened(tmp_path, *rows, tokenizer=SHARED, kind=PAIRS)
+
+
+def test_pairs_have_a_chosen_and_a_rejected_answer(tmp_path):
+    plain = {"prompt": "two and", "chosen": " two", "rejected": " four"}
+    chats = {"prompt": said("two"), "chosen": said("", "It")[1:], "rejected": said("", "is")[1:]}
+    joined = {"chosen": said("two", "It"), "rejected": said("two", "is")}
+    for row, ends in (
+        (plain, ("two and[[ two</s>]]", "two and[[ four</s>]]")),
+        (chats, (r"assistant\n[[It<|im_end|>]]\n", r"assistant\n[[is<|im_end|>]]\n")),
+        (joined, (r"assistant\n[[It<|im_end|>]]\n", r"assistant\n[[is<|im_end|>]]\n")),
+    ):
+        data = pairs(tmp_path, row)
+        found = data[0]
+        assert data.lengths.tolist() == [[len(found["chosen"]), len(found["rejected"])]]
+        for name, end in zip(("chosen", "rejected"), ends, strict=True):
+            text = mark_learned(found[name], found[f"{name}_learned"], SHARED)
+            assert text.endswith(end)
+        assert describe(data, SHARED)[1].startswith("chat    chosen: ")
+
+
+def test_pairs_that_cannot_be_used_are_refused_by_a_line(tmp_path):
+    same = {"prompt": "two", "chosen": "four", "rejected": "four"}
+    for row, text in (
+        (same, "1 row with equal chosen and rejected (chat.jsonl:1); must be two different"),
+        (GOOD, "1 row without such columns: messages (chat.jsonl:1); must have prompt, chosen"),
+        (same | {"rejected": ""}, "1 row with an empty rejected (chat.jsonl:1); write it"),
+        (same | {"rejected": 1}, "1 row with a int as rejected (chat.jsonl:1); must be a string"),
+    ):
+        assert refused(tmp_path, row, tokenizer=SHARED, kind=PAIRS).startswith(text)
+
+
+def test_masks_of_a_row_do_not_depend_on_its_batch():
+    masks = Masks(SHARED, 64, "assistant", "task.options.model")
+    from trainer.tasks.chat.forms import read_chat
+
+    plans = [masks.plan(read_chat(row)[1][0]) for row in rows_of(9)]
+    together = masks.make(plans)
+    for plan, made in zip(plans, together, strict=True):
+        (alone,) = masks.make([plan])
+        assert alone.tokens.tolist() == made.tokens.tolist()
+        assert alone.learned.tolist() == made.learned.tolist()
+
+
+@pytest.mark.slow
+def test_smollm2_reads_the_library_as_transformers_does():
+    """Its template has no `{% generation %}`. Special tokens in a row stay text."""
+    pytest.importorskip("gguf")
+    file = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    Chats(None, tokenizer, 4096, eval=0, files=20).prepare()
+    data = Chats(None, tokenizer, 4096, eval=0, files=20).open("train")
+    rows = [row for _, row in open_source(None, "", 20, False).read()]
+    assert len(rows) == len(data) > 50 and data.facts["stops"] == len(data)
+    for index, row in enumerate(rows):
+        plain = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)
+        assert data[index]["tokens"].tolist() == plain
+    assert "the stop token <|im_end|> too" in describe(data, tokenizer)[0]

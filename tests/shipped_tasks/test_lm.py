@@ -1,0 +1,316 @@
+"""task=lm and task=dpo: in any layout, packed or not, by LoRA; losses are those of others."""
+
+import json
+import math
+import shlex
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import check_parity, fit_on, slow_but
+from harness.hub_server import serving_hub
+from harness.launch import TORCHRUN, ended, launch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+tqdm = pytest.importorskip("tqdm")
+tqdm.tqdm.monitor_interval = 0  # it is a thread
+
+from trainer import ConfigError  # noqa: E402
+from trainer.tasks.causal import (  # noqa: E402
+    IGNORED,
+    LanguageModel,
+    check_parts,
+    check_rows,
+    count_bytes,
+)
+from trainer.tasks.dpo import DPO, PairModel  # noqa: E402
+from trainer.tasks.lm import LM, build_llama, build_tokenizer  # noqa: E402
+
+SMALL = [
+    *("task.options.files=16", "task.options.context=192", "task.options.width=16"),
+    *("task.options.layers=2", "task.options.heads=2", "task.options.answers=1"),
+]
+WORDS = [
+    *("task=lm", *SMALL, "strategy.precision=fp64", "data.global_batch=6", "run.steps=20"),
+    *("eval.every_steps=10", "optim=sgd", "optim.lr=0.1", "log.every_steps=1"),
+    *("checkpoint.every_steps=null", "schedule=constant"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+LAYOUTS = {
+    "accumulated": (1, ["strategy=single", "data.micro_batch=2"]),
+    "2": (2, ["strategy=ddp"]),
+    "fsdp 2": (2, ["strategy=fsdp"]),
+    "zero1 2": (2, ["strategy=zero1"]),
+    "tp 2": (2, ["strategy=tp"]),
+}  # a stage of pp refuses activations that follow from which tokens are learned
+
+
+PAIRS = [(layout, lora) for layout in LAYOUTS for lora in ("null", "4")]
+
+
+@pytest.mark.parametrize(("layout", "lora"), slow_but(PAIRS, ("2", "4")))
+def test_run_does_not_depend_on_layout(layout, lora, tmp_path):
+    ranks, words = LAYOUTS[layout]
+    words = [*WORDS, f"task.options.lora={lora}", *words]
+    one = fit_on(1, tmp_path / "one", *WORDS, f"task.options.lora={lora}", "strategy=single")
+    check_parity(one, fit_on(ranks, tmp_path / "many", *words), falls=False)
+
+
+def write_short(path):
+    """Write prompts and completions, several of which fit in a row."""
+    draws = torch.Generator().manual_seed(3)
+    rows = [{"prompt": "ab" * n, "completion": f"{n}"} for n in range(1, 20)]
+    rows += [{"prompt": f"{n} ", "completion": "yes" * (n % 7 + 1)} for n in range(60)]
+    order = torch.randperm(len(rows), generator=draws).tolist()
+    path.write_text("".join(json.dumps(rows[n]) + "\n" for n in order))
+    return f"task.options.data={path}"
+
+
+@pytest.mark.parametrize(
+    ("packing", "lora"), slow_but(product(["true", "false"], ["4", "null"]), ("true", "4"))
+)
+def test_ranks_divide_the_rows_of_chats(packing, lora, tmp_path):
+    """Rows of several sequences, or with padding at their ends."""
+    words = [*WORDS, write_short(tmp_path / "short.jsonl"), "task.options.context=64"]
+    words += [f"task.options.packing={packing}", f"task.options.lora={lora}", "optim.lr=0.3"]
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single")
+    check_parity(one, fit_on(2, tmp_path / "two", *words, "strategy=cp"), falls=False)
+
+
+@pytest.mark.slow
+def test_ranks_divide_the_rows_of_texts(tmp_path):
+    rows = [json.dumps({"text": f"{n} is {n * n}. " * (n % 9 + 1)}) for n in range(80)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+    words = [*WORDS, f"task.options.data={tmp_path}/texts.jsonl", "task.options.learn=all"]
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single")
+    many = [*words, "strategy.mesh.replicate=2", "strategy.mesh.context=2", "strategy=cp"]
+    check_parity(one, fit_on(4, tmp_path / "many", *many), falls=False)
+
+
+def test_a_window_in_attention_and_pairs_cannot_be_divided(tmp_path):
+    line = r"context: the ranks cannot divide the rows of MistralForCausalLM, which has sliding_att"
+    for kind, sizes in {"Mistral": {"sliding_window": 8}, "Llama": {}, "Qwen2": {}}.items():
+        model = LanguageModel(tiny(kind, **sizes))
+        with pytest.raises(ConfigError, match=line) if sizes else nullcontext():
+            check_parts(model, "strategy.mesh.context")
+    with pytest.raises(AssertionError, match="task=dpo cannot divide the rows of pairs; use"):
+        fit_on(2, tmp_path, *PREFERENCES, "strategy=cp")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "GPTNeoX", "Gemma2", "Mixtral"])
+def test_losses_are_those_of_transformers(kind):
+    """Gemma 2 changes its logits after the last layer."""
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    model = LanguageModel(tiny(kind)).double().eval()
+    if kind == "Mixtral":  # torch has no grouped product of experts in fp64
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        model.float()
+    check_rows(model, "packing", is_packed=True)
+    assert model.has_plain_logits == (kind != "Gemma2")
+    tokens, places, labels = rows()
+    losses = model(tokens, places, labels)
+    for row in range(2):
+        for begin, end in ((0, 7), (7, 12)):
+            logits = model.model(input_ids=tokens[row : row + 1, begin:end]).logits[0]
+            wanted = F.cross_entropy(logits, labels[row, begin:end], reduction="none")
+            torch.testing.assert_close(losses[row, begin:end], wanted, **close)
+    losses.sum().backward()
+    head = model.base.get_output_embeddings().weight
+    assert head.grad is not None and not losses[labels == IGNORED].any()
+
+
+def tiny(kind, **more):
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"n_embd": 16, "n_layer": 2, "n_head": 2, "max_position_embeddings": 32}
+    sizes |= more
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")()
+    config = getattr(transformers, f"{kind}Config")(
+        **{k: v for k, v in sizes.items() if hasattr(config, k)}
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def rows():
+    """Return two rows of two sequences, of 7 and 5 tokens."""
+    draws = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 40, (2, 14), generator=draws)
+    places = torch.tensor([*range(7), *range(5), 0, 0]).expand(2, -1)
+    labels = tokens.roll(-1, 1).masked_fill(places < 2, IGNORED)
+    labels[:, [6, 11, 12, 13]] = IGNORED
+    return tokens, places, labels
+
+
+def test_logits_are_never_whole():
+    model = LanguageModel(tiny("Llama"))
+    check_rows(model, "packing", is_packed=True)
+    sizes = []
+    head = model.base.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, outputs: sizes.append(outputs.shape))
+    tokens, places, labels = (each.repeat(400, 1) for each in rows())
+    model(tokens, places, labels).sum().backward()
+    learned = int((labels != IGNORED).sum())
+    assert max(size[0] for size in sizes) == 512
+    assert sum(size[0] for size in sizes) == 2 * learned, "forward, and again in backward"
+
+
+def test_a_model_that_mixes_packed_sequences_is_refused():
+    model = LanguageModel(tiny("Llama"))
+    forward = model.model.forward
+
+    def without_places(*arguments, position_ids=None, **named):
+        return forward(*arguments, **named)
+
+    model.model.forward = without_places
+    with pytest.raises(ConfigError, match=r"packing=true: Llama\w+ mixes the sequences of a row"):
+        check_rows(model, "packing", is_packed=True)
+    check_rows(model, "packing", is_packed=False)
+
+
+def test_bytes_of_tokens_add_up_to_those_of_the_text():
+    tokenizer = build_tokenizer()
+    sizes = count_bytes(tokenizer)
+    text = "def f(x):\n\treturn 'é€'"
+    assert sum(sizes[token] for token in tokenizer(text)["input_ids"]) == len(text.encode())
+    assert sizes[tokenizer.eos_token_id] == 0
+
+
+PREFERENCES = ["task=dpo", *WORDS[1:], "data.global_batch=4", "optim.lr=0.5"]
+
+
+@pytest.mark.parametrize(("layout", "lora"), slow_but(PAIRS, ("2", "4")))
+def test_dpo_begins_with_its_reference_and_does_not_depend_on_layout(layout, lora, tmp_path):
+    """Without a difference to the reference the loss is ln 2."""
+    ranks, words = LAYOUTS[layout]
+    lora = f"task.options.lora={lora}"
+    one = fit_on(1, tmp_path / "one", *PREFERENCES, lora, "strategy=single")
+    assert one["losses"][1] == pytest.approx(math.log(2), abs=1e-6)  # of an fp32 reference
+    assert one["losses"][20] < one["losses"][1]
+    words = ["data.micro_batch=1" if "micro" in word else word for word in words]
+    check_parity(one, fit_on(ranks, tmp_path / "many", *PREFERENCES, lora, *words), falls=False)
+
+
+def test_dpo_has_the_loss_of_its_paper():
+    """Rafailov et al. (2023), equation 7, with sums over the learned tokens of each answer."""
+    inner = tiny("Llama")
+    model = PairModel(inner).double()
+    tokens, places, _ = (each[None] for each in rows())
+    places = torch.arange(14).expand(1, 2, -1)
+    labels = tokens.roll(-1, 2).masked_fill(places < 4, IGNORED)
+    labels[..., -1] = IGNORED
+    found = model(tokens, places, labels)
+    wanted = []
+    for row in range(2):
+        scores = inner(input_ids=tokens[0, row : row + 1]).logits[0].log_softmax(1)
+        wanted.append(sum(scores[i, tokens[0, row, i + 1]] for i in range(4, 13)))
+    torch.testing.assert_close(found[0], torch.stack(wanted), rtol=1e-9, atol=1e-9)
+    reference = found.detach() + torch.tensor([[0.3, -0.5]])
+    task = SimpleNamespace(options=SimpleNamespace(beta=0.1), _margin=partial(DPO._margin, None))
+    loss = DPO.loss(task, found.detach(), reference)
+    assert float(loss) == pytest.approx(-math.log(1 / (1 + math.exp(-0.1 * -0.8))))
+
+
+@pytest.mark.slow
+def test_the_readmes_command_fetches_a_model_and_leaves_a_folder_for_peft(tmp_path):
+    """Its words as they stand, but for the model, which is a small one on a hub of the test."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in readme.splitlines() if "checkpoint.export=hf" in line]
+    words = shlex.split(line.replace("Qwen/Qwen3-0.6B", "tests/llama"))
+    assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "trainer"]
+    sizes = SimpleNamespace(width=16, heads=2, layers=1, context=64)
+    tokenizer = build_tokenizer()
+    build_llama(sizes, tokenizer).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
+    rows = [json.dumps({"messages": [*said, *said][: 2 + 2 * (i % 2)], "id": i}) for i in range(40)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows))
+    with serving_hub(llama=tmp_path / "llama") as hub:
+        place = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        few = ["run.steps=2", "task.options.context=64", "run.name=r", "data.global_batch=2"]
+        process = launch(tmp_path, *words[4:], *few, launcher=TORCHRUN, **place)
+        code, out, err = ended(process, 300)
+    assert code == 0, err
+    assert err == f"downloading tests/llama from {hub.url}\n"
+    assert "tokens of a row are learned, the stop token <|im_end|> too" in out
+    last = "adapter of tests/llama and tokenizer in runs/lm/r/export ("
+    assert last in out and "): peft loads it with equal logits\n" in out
+
+
+class Products(TorchDispatchMode):
+    """Records the shape of each product of two matrices, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        found = function(*arguments, **named or {})
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+class Counted(LM):
+    def update(self, batch, *arguments):
+        with Products() as products:
+            outcome = super().update(batch, *arguments)
+        frozen = [p.shape for p in self.model.parameters() if not p.requires_grad and p.dim() == 2]
+        found = {"shapes": products.shapes, "frozen": [sorted(shape) for shape in frozen]}
+        Path(self.config.run.dir, "products.json").write_text(json.dumps(found))
+        return outcome
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_step_with_lora_computes_no_gradient_of_a_frozen_weight(strategy, tmp_path):
+    """In one layer 7 linear layers are adapted by 2 products each. The first three read embeddings,
+    which need no gradients."""
+    words = [
+        *WORDS,
+        "task.options.lora=4",
+        "run.prove=false",
+        "run.steps=2",
+        f"strategy={strategy}",
+    ]
+    fit_on(1, tmp_path, *words, task=Counted)
+    found = json.loads((tmp_path / "products.json").read_text())
+    assert [16, 16] in found["frozen"] and [16, 64] in found["frozen"]
+    assert not [shape for shape in found["shapes"] if sorted(shape) in found["frozen"]]
+    linear = 2 * 7  # layers, each with two factors of an adapter
+    forward = linear + 2 * linear
+    # through layers and their adapters, and within these; the first three need none of their input
+    of_inputs = (linear - 3) * 2 + linear
+    head = 2 + 1  # its logits twice, since they are not kept, and the gradient of its input
+    assert len(found["shapes"]) == forward + of_inputs + 2 * linear + head
+
+
+def test_the_base_of_adapters_keeps_the_16_bits_of_its_file(tmp_path):
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    base = tiny("Llama", vocab_size=len(tokenizer), max_position_embeddings=192).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = [*WORDS, f"task.options.model={tmp_path}/base", "task.options.lora=4", "run.steps=2"]
+    words += ["strategy=fsdp", "eval.every_steps=2"]
+    run = fit_on(2, tmp_path / "half", *words, "strategy.precision=amp_bf16")
+    layers = {n: w for n, w in run["weights"].items() if n.endswith("base_layer.weight")}
+    assert layers and {weight.dtype for weight in layers.values()} == {torch.bfloat16}
+    trained = [w.dtype for name, w in run["weights"].items() if ".lora_" in name]
+    assert set(trained) == {torch.float32}
+    run = fit_on(2, tmp_path / "whole", *words)
+    assert {weight.dtype for weight in run["weights"].values()} == {torch.float64}

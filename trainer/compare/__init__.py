@@ -1,1 +1,0 @@
-"""`python -m trainer.compare A B`: how runs differ, and from which step on."""

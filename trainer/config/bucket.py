@@ -1,0 +1,440 @@
+"""A run in a bucket (S3, Google Cloud, Azure) or in a folder that is mounted as one, by obstore.
+
+    s3://bucket/first/000001/{lease.json, config.json, metrics.jsonl, exit.json, checkpoints/...}
+    s3://bucket/first/000002/...
+
+Each writer has a folder of its own, laid out as a run directory, so that no writer ever overwrites
+a file of another one. The number of the folder is the writer's fence: only one process can create
+its lease.json, and the writer with the highest number is the only one. Its lease has the step at
+which each writer began. A checkpoint does not count if it is of a later step than one at which a
+later writer began: a writer that had lost its lease, and did not know it yet, has published it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from trainer.errors import ConfigError, one_line
+
+SCHEMES = ("s3", "gs", "az", "file")
+LEASE = "lease.json"
+MANIFEST = "manifest.json"
+# Config last: the newest folder that has it is read, so all of the record must be there by then.
+RECORD = ("metrics.jsonl", "exit.json", "proof.txt", "sampling.safetensors", "config.json")
+COPY = ".copy-"  # begins the name of a folder with a copy
+LOCK = ".lock"
+HELD = ".held"  # a file in it, locked by its process
+STALE_S = 86_400.0
+PIECE = 2**24  # bytes of one request
+REQUEST_S = 30.0
+RETRY_S = 30.0
+PAUSES_S = (0.2, 1.0)  # before a request is repeated that obstore does not repeat
+MOST_SHOWN = 300  # characters of a store's message
+_REQUEST = re.compile(r"Error performing \S+ \S+ in .*? - ")  # in obstore's messages
+T = TypeVar("T")
+_FENCE = re.compile(r"\d{6,}")
+_CHECKPOINT = re.compile(r"(\d{6,})/checkpoints/step-(\d{8,})/manifest\.json")
+
+
+class BucketError(Exception):
+    """A store that does not answer or refuses, in one line."""
+
+
+class NotThereError(BucketError):
+    """A file that is not in the bucket."""
+
+
+def is_address(place: str | None) -> bool:
+    """Return True for the address of a run in a bucket, as no path is one."""
+    return "://" in (place or "")
+
+
+def address_problem(place: str) -> str:
+    """Return why a text is no address of a run in a bucket; empty if it is one."""
+    parts = urlsplit(place)
+    names = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    if parts.scheme not in SCHEMES:
+        return f"must begin with one of {names}, as in s3://bucket/first"
+    if parts.username or parts.password or parts.query or parts.fragment:
+        return "must have no login; give it by the variables of the store's own tools"
+    if not place.isprintable() or (not parts.netloc and parts.scheme != "file"):
+        return "must be <scheme>://<bucket>/<prefix>, as in s3://bucket/first"
+    return (
+        "" if parts.path.strip("/") else "must have a prefix for the run, as in s3://bucket/first"
+    )
+
+
+def name_of(address: str) -> str:
+    """Return the last part of an address, which names the run."""
+    return address.rstrip("/").rpartition("/")[2].lstrip(".") or "run"
+
+
+class Bucket:
+    """The files below an address. Each method raises BucketError."""
+
+    def __init__(self, address: str, is_new: bool = False):
+        """`is_new`: make the folder of a file:// address.
+
+        Raises ConfigError if obstore is not installed, NotThereError without that folder.
+        """
+        self.address = address.rstrip("/")
+        if find_spec("obstore") is None:
+            raise ConfigError(f"""{self.address}:
+                run pip install 'lockstep-trainer[bucket]'""")
+        with _translated(self.address):
+            self._store = _open_store(self.address, is_new)
+
+    def get(self, name: str) -> bytes:
+        import obstore
+
+        with _translated(f"{self.address}/{name}"):
+            return bytes(obstore.get(self._store, name).bytes())
+
+    def put(self, name: str, content: bytes | Path) -> None:
+        """Write a file, which is there as a whole or not at all."""
+        import obstore
+
+        with _translated(f"{self.address}/{name}"):
+            obstore.put(self._store, name, content, chunk_size=PIECE, max_concurrency=4)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that is not there yet. Return False if it is there, with other content.
+
+        An answer may be lost, and the request repeated: the file is then there by this very call.
+        """
+        import obstore
+
+        try:
+            with _translated(f"{self.address}/{name}"):
+                _repeated(lambda: obstore.put(self._store, name, content, mode="create"))
+        except BucketError:
+            try:
+                return self.get(name) == content
+            except NotThereError:
+                pass  # of the first error
+            raise
+        return True
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the sizes of all files by name, or of those in a folder."""
+        import obstore
+
+        with _translated(self.address):
+            pages = _repeated(lambda: [*obstore.list(self._store, folder or None)])
+        return {each["path"]: each["size"] for page in pages for each in page}
+
+    def folders(self) -> list[str]:
+        import obstore
+
+        with _translated(self.address):
+            found = _repeated(lambda: obstore.list_with_delimiter(self._store))
+        return [*found["common_prefixes"]]
+
+    def newest_fence(self) -> int:
+        """Return the number of the newest writer, 0 without one."""
+        return max((int(name) for name in self.folders() if _FENCE.fullmatch(name)), default=0)
+
+    def state_of(self, name: str) -> tuple[datetime, str | None]:
+        """Return when a file was written, by the store's clock, and its tag."""
+        import obstore
+
+        with _translated(f"{self.address}/{name}"):
+            facts = obstore.head(self._store, name)
+        return facts["last_modified"], facts["e_tag"]
+
+    def remove(self, names: list[str]) -> None:
+        import obstore
+
+        for name in names:  # in this order; of S3 a request for many has no order
+            try:
+                with _translated(f"{self.address}/{name}"):
+                    _repeated(partial(obstore.delete, self._store, name))
+            except NotThereError:
+                continue
+
+    def download(self, name: str, place: Path, most: int) -> tuple[int, str]:
+        """Write a file to `place`; return its size and SHA-256. One of more bytes is not read."""
+        import obstore
+
+        with _translated(f"{self.address}/{name}"):
+            size = obstore.head(self._store, name)["size"]
+        digest = hashlib.sha256()
+        with place.open("wb") as file:
+            for begin in range(0, size if size <= most else 0, PIECE):
+                length = min(PIECE, size - begin)
+                with _translated(f"{self.address}/{name}"):
+                    piece = obstore.get_range(self._store, name, start=begin, length=length)
+                digest.update(piece)
+                file.write(piece)
+        return size, digest.hexdigest()
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """Make a request, again if its connection breaks.
+
+    obstore 0.12.1 fails at once where a listing or a delete breaks off in its answer, and where a
+    conditional put or a delete gets none. Whether it has repeated a request is in its message.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return request()
+        except Exception as error:
+            text = str(error)
+            if "HTTP error" not in text or re.search(r"after \d+ retries", text):
+                raise
+        time.sleep(pause_s)
+    return request()
+
+
+def _open_store(address: str, is_new: bool) -> Any:
+    from obstore import store
+
+    if address.startswith("file:"):
+        if not is_new and not Path(unquote(urlsplit(address).path)).is_dir():
+            raise FileNotFoundError
+        return store.from_url(address, mkdir=is_new, automatic_cleanup=True)
+    options: Any = {
+        "timeout": timedelta(seconds=REQUEST_S),
+        "connect_timeout": timedelta(seconds=REQUEST_S / 3),
+    }
+    endpoints = [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
+    if any(endpoint.startswith("http://") for endpoint in endpoints):
+        options["allow_http"] = True
+    backoff: Any = {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=3),
+        "base": 2,
+    }
+    retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}
+    login = _login_of_boto3(address) if address.startswith("s3:") else {}
+    return store.from_url(address, client_options=options, retry_config=retry, **login)
+
+
+def _login_of_boto3(address: str) -> dict[str, Any]:
+    """Return the login that boto3 finds in profiles and files, as obstore reads variables only."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")
+    is_given = any(map(os.environ.get, names)) and not os.environ.get("AWS_PROFILE")
+    if is_given or not find_spec("boto3"):
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # it found none
+        raise BucketError(f"""{address}:
+            there is no login; give AWS_ACCESS_KEY_ID, AWS_PROFILE or ~/.aws""") from None
+
+
+@contextmanager
+def _translated(place: str) -> Iterator[None]:
+    """Raise BucketError for any error of obstore's. A store's answer may repeat a login: it is cut
+    off."""
+    try:
+        yield
+    except BucketError:
+        raise
+    except FileNotFoundError:
+        raise NotThereError(f"{place}: is not there") from None
+    except Exception as error:  # obstore's own, OSError and ValueError
+        text = str(error).partition("<?xml")[0].partition("\n")[0]
+        text = _REQUEST.sub("", text)
+        why = one_line(Exception(text))[:MOST_SHOWN].rstrip(" -:")
+        raise BucketError(f"{place}: {why or type(error).__name__}") from None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Content of a bucket: the files of a run with their sizes, and its writers, oldest first.
+
+    A writer is [fence, first step]; the step is None while it is not known, at its start.
+    """
+
+    sizes: Mapping[str, int]
+    writers: list[list[Any]]
+
+    @property
+    def fence(self) -> int:
+        return self.writers[-1][0] if self.writers else 0
+
+    def checkpoints(self) -> dict[int, str]:
+        """Return the folders of those checkpoints that count, by step, oldest first."""
+        found: dict[int, str] = {}
+        begun = {fence: first for fence, first in self.writers if first is not None}
+        published = [match for name in self.sizes if (match := _CHECKPOINT.fullmatch(name))]
+        for match in sorted(published, key=lambda match: int(match[1])):
+            fence, step = int(match[1]), int(match[2])
+            later = [first for other, first in begun.items() if other > fence]
+            if step <= min(later, default=step):
+                found[step] = match[0].rpartition("/")[0]
+        return dict(sorted(found.items()))
+
+    def home(self) -> str:
+        """Return the folder of the newest writer that has written its settings."""
+        homes = [name.partition("/")[0] for name in self.sizes if name.endswith("/config.json")]
+        return max(homes, key=int, default="")
+
+
+def read_listing(bucket: Bucket) -> Listing:
+    """Return what a bucket holds. Raises BucketError."""
+    sizes = bucket.sizes()
+    leases = [name for name in sizes if _FENCE.fullmatch(name.removesuffix(f"/{LEASE}"))]
+    newest = max(leases, key=lambda name: int(name.partition("/")[0]), default="")
+    return Listing(sizes, read_lease(bucket, newest)["writers"] if newest else [])
+
+
+def read_lease(bucket: Bucket, name: str) -> dict[str, Any]:
+    """Return the facts of a writer. Raises BucketError, also for a file that no writer wrote."""
+    try:
+        facts = json.loads(bucket.get(name))
+        for fence, first in facts["writers"]:
+            if type(fence) is not int or type(first) not in (int, type(None)):
+                raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BucketError(f"{bucket.address}/{name}: was not written by a run") from None
+    return facts
+
+
+# Copies: small files are fetched at once, those of a checkpoint when they are read ---------------
+
+_made: list[tuple[int, Path]] = []  # processes, and the folders of their copies
+_copies: dict[Path, str] = {}  # of this process: folders of runs and checkpoints, with addresses
+
+
+def copy_of(address: str, base: Path | None = None, has_checkpoints: bool = True) -> Path:
+    """Make a copy of a run in a folder of `base`, or of the temporary folder.
+
+    It has the record of the run, and the manifests of its checkpoints. It is removed at the end of
+    the process. Raises ConfigError.
+    """
+    try:
+        if base is not None:
+            base.mkdir(parents=True, exist_ok=True)
+            _sweep(base)
+        own = f"{COPY}{socket.gethostname()}-"
+        place = Path(tempfile.mkdtemp(prefix=own, dir=base)).absolute()
+        _made.append((os.getpid(), place))
+        _hold(place)
+        folder = place / name_of(address)
+        folder.mkdir()
+        bucket = Bucket(address)
+        _copies[folder] = bucket.address
+        _copy_run(bucket, read_listing(bucket), folder, has_checkpoints)
+    except (BucketError, OSError) as error:
+        raise ConfigError(f"""{address}: cannot be read: {error};
+            check the address and the login""") from None
+    return folder
+
+
+@atexit.register
+def remove_copies() -> None:
+    """Remove the copies that this process has made, as a fork of it must not."""
+    for pid, place in _made:
+        if pid == os.getpid():
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _hold(place: Path) -> None:
+    """Lock a copy until this process and those that it forks have ended."""
+    with suppress(OSError):  # a file system without locks
+        lock = os.open(place / ".unlocked", os.O_WRONLY | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (place / ".unlocked").rename(place / HELD)
+
+
+def _sweep(base: Path) -> None:
+    """Remove copies of processes that were killed: a start that is killed again and again would
+    fill the disk."""
+    own = f"{COPY}{socket.gethostname()}-"
+    for place in base.glob(f"{COPY}*"):
+        with suppress(OSError):
+            is_over = place.name.startswith(own) and _is_free(place / HELD)
+            if is_over or time.time() - place.stat().st_mtime > STALE_S:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_free(held: Path) -> bool:
+    with suppress(OSError), held.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _copy_run(bucket: Bucket, held: Listing, folder: Path, has_checkpoints: bool) -> None:
+    home = held.home()
+    for name in RECORD:
+        if f"{home}/{name}" in held.sizes:
+            (folder / name).write_bytes(bucket.get(f"{home}/{name}"))
+    if not home:
+        raise NotThereError("there is no run")
+    for step, place in held.checkpoints().items() if has_checkpoints else ():
+        path = folder / "checkpoints" / f"step-{step:08d}"
+        copy_manifest(path, f"{bucket.address}/{place}")
+
+
+def copy_manifest(path: Path, address: str) -> None:
+    """Make a folder the copy of a checkpoint at an address, whose files `fetch` brings.
+
+    Raises BucketError, and OSError if the folder cannot be made.
+    """
+    _copies[path] = address
+    if not (path / MANIFEST).is_file():
+        home = next((each for each in path.parents if each.name.startswith(COPY)), path)
+        if not home.exists():  # on a node that does not see that of rank 0
+            _made.append((os.getpid(), home))
+        path.mkdir(parents=True, exist_ok=True)
+        part = path / f".{MANIFEST}.{os.getpid()}"  # other ranks of this node write it too
+        part.write_bytes(_bucket_of(address).get(MANIFEST))
+        part.replace(path / MANIFEST)
+
+
+def address_of(path: Path) -> str:
+    """Return the address of the run or checkpoint whose copy a folder is; "" for other folders."""
+    return _copies.get(path, "")
+
+
+def fetch(path: Path, name: str, most: int, check: Callable[[str, int, str], None]) -> Path:
+    """Return the place of a file of a checkpoint, of a copy after it was fetched and verified.
+
+    One rank of a node fetches it, and the others wait. `check` gets its address, size and SHA-256,
+    and raises if these are not the right ones. Raises BucketError, OSError.
+    """
+    place = path / name
+    address = _copies.get(path)
+    if address and not place.exists():
+        with open(path / LOCK, "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                part = path / f".{name}.part"
+                check(f"{address}/{name}", *_bucket_of(address).download(name, part, most))
+                part.replace(place)
+    return place
+
+
+def drop_fetched(path: Path) -> None:
+    """Remove the files of a copy, which are fetched again when they are read again."""
+    for place in path.glob("*") if path in _copies else ():
+        if place.name not in (MANIFEST, LOCK):
+            place.unlink(missing_ok=True)
+
+
+@lru_cache(4)
+def _bucket_of(address: str) -> Bucket:
+    return Bucket(address)

@@ -1,0 +1,302 @@
+"""The check of rows: passes over a few rows, whole and in parts, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from trainer.blame import is_out_of_memory
+from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
+from trainer.engine.context import Parts
+from trainer.engine.recording import Loss, Recorder
+from trainer.engine.startup_checks.counters import CounterPasses, Counters, Found, explain_counters
+from trainer.engine.startup_checks.experiments import name_difference, state_of
+from trainer.engine.startup_checks.mismatch import (
+    NarrowestDtype,
+    compare,
+    explain,
+    explain_buffers,
+    explain_written,
+    find_written,
+    list_changed,
+)
+from trainer.engine.startup_checks.passes import (
+    CheckedUpdate,
+    Depth,
+    PassResult,
+    SlicedPasses,
+    tensors_with_axes,
+)
+from trainer.engine.startup_checks.rank_agreement import (
+    FP64_FLOPS,
+    CheckResult,
+    Costs,
+    Cuts,
+    TrialRows,
+    count_rows_to_try,
+    list_cuts,
+)
+from trainer.engine.startup_checks.trace import Gathering
+from trainer.engine.unsaved import (
+    AttributeSnapshot,
+)
+from trainer.errors import one_line
+from trainer.micro_batch import count_rows, take_rows
+from trainer.same import OF_RANKS, ROWS
+from trainer.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES
+from trainer.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
+
+MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
+FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
+FP64_BYTES = 2**27  # of a model that is copied in fp64
+MIXED = (
+    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
+    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
+)
+PADDED = (
+    "the loss of a row depends on its padding, which is as long as the longest row beside it;"
+    " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
+)
+VERIFY = "use python -m trainer.prove"
+Trial = tuple[torch.dtype | None, Cuts, Depth]
+Running = AbstractContextManager[None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Passes over all rows, and over parts of them from the state that these leave.
+
+    `changes` is True if there is such a state besides buffers. Later passes depend on `counted`.
+    """
+
+    whole: PassResult
+    parts: PassResult
+    changes: bool
+    counted: Found
+
+
+class RowIndependenceCheck:
+    """Compares whole rows with parts of them, in a model and a loss."""
+
+    def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
+        """`batch` is a micro-batch of the run."""
+        self.gathering = Gathering()
+        self.few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
+        self._row_bytes = sum(t.nbytes for t in tensors_with_axes(batch)) / count_rows(batch)
+        self._parts = parts
+        self._recorder = recorder
+        self._flops = 0.0  # of norm_rows rows, on any rank
+
+    def list_cuts(self, is_resident: bool) -> list[Cuts]:
+        """Return the cuts of rows to try, in units of run.norm_rows. A collective.
+
+        Rows may differ in length, so the ranks agree on what one costs.
+        """
+        unit = self._parts.config.norm_rows or 1
+        is_fast = accelerator.is_used(self._parts.strategy.world.device)
+        flops = unit * self._parts.strategy.flops / (FASTER if is_fast else 1)
+        self._flops, size = self._parts.ranks.group.max(flops, unit * self._row_bytes)
+        costs = Costs(self._flops, int(size), is_resident)
+        count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
+        return list_cuts(count, self._flops)
+
+    def examine(
+        self, name: str, loss: Loss, rows: TrialRows, running: Running, is_first: bool
+    ) -> CheckResult:
+        """Compare whole rows with parts of them. A collective.
+
+        Later passes of a large model have no backward, as two sets of gradients beside the state of
+        the optimizer would be the peak of its memory.
+        """
+        strategy = self._parts.strategy
+        size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
+        is_fixed = type(strategy).batch_split(self._parts.config).is_fixed
+        if size > PROVED_BYTES:
+            return CheckResult(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
+        if 6 * self._flops > MOST_FLOPS:
+            return CheckResult(unproved=f"left out, since a few rows would take too long; {VERIFY}")
+        deepest: Depth = "backward" if is_first or size <= FP64_BYTES else "graph"
+        trials = _list_trials(rows.cuts, self._list_wide(), deepest)
+        with self._opened(name, loss, rows, running) as subject:
+            versions = {n: p._version for n, p in subject.module.named_parameters()}
+            result = self._try(subject, trials, is_fixed)
+            now = subject.module.named_parameters()
+            written = next((n for n, p in now if p._version != versions.get(n)), "")
+            if size > FP64_BYTES and written and not result.line:  # which is not put back
+                return CheckResult(explain_written(written))
+            return result
+
+    def trace(self, name: str, loss: Loss, rows: TrialRows, running: Running) -> PassResult | None:
+        """Return a pass with what each module did, or None if none can be run. A collective."""
+        with self._opened(name, loss, rows, running) as subject:
+            _prepare_modes(subject)
+            for wide in (*self._list_wide(), None):
+                with suppress(Exception):
+                    return SlicedPasses(subject, wide).run((0, rows.cuts[0][-1]), is_traced=True)
+        return None
+
+    def _list_wide(self) -> list[torch.dtype]:
+        """Return the types to compute in, apart from the run's own."""
+        size = sum(p.nbytes for p in self._parts.strategy.tensors.structure.parameters())
+        is_large = 6 * self._flops > FP64_FLOPS or size > FP64_BYTES
+        return [torch.float64] * (not is_large) + [torch.float32] * self._parts.precision.is_rounded
+
+    @contextmanager
+    def _opened(
+        self, name: str, loss: Loss, rows: TrialRows, running: Running
+    ) -> Iterator[CheckedUpdate]:
+        strategy = self._parts.strategy
+        with (
+            strategy.tensors.whole() as module,
+            strategy.standing_in(module),
+            sandbox(
+                keep_passes(module, most_bytes=FP64_BYTES),  # a pass has copies: see `examine`
+                keep_attributes(module, self._parts.hooks),
+                keep_modes(module),
+                keep_hooks(module),
+            ),
+            running,
+        ):
+            yield CheckedUpdate(
+                module, loss, name, self._parts, rows, self.gathering, self._recorder
+            )
+        strategy.tensors.refresh()
+
+    def _try(self, subject: CheckedUpdate, trials: Iterable[Trial], is_fixed: bool) -> CheckResult:
+        """Compare by the first trial that no rank fails. A collective."""
+        if has_batch_statistics(subject.module):
+            why = "which normalises the rows of a micro-batch, in evaluation too"
+            changes = "ranks and eval.micro_batch change the result"
+            line = f"left out for BatchNorm without running statistics, {why}: {changes}"
+            return CheckResult(unproved=line)
+        _prepare_modes(subject)
+        why = ""
+        too_many = None
+        for wide, cuts, depth in trials:
+            if too_many is not None and cuts[-1] >= too_many:
+                continue
+            passes = SlicedPasses(subject, wide, depth)
+            result = None
+            has_room = True
+            try:
+                result = self._compare(passes, cuts, is_fixed)
+            except Exception as error:
+                has_room = not is_out_of_memory(error)
+                why = one_line(error)
+            failed, is_full = self._parts.ranks.group.max(result is None, not has_room)
+            if result is not None and not failed:
+                return replace(result, rows=cuts[-1])
+            if is_full:
+                too_many = cuts[-1]
+        if too_many is not None:
+            return CheckResult(unproved="left out: memory is not enough for a few rows more")
+        return CheckResult(unproved=f"{subject.name} cannot run on a few rows: {why}")
+
+    def _compare(self, passes: SlicedPasses, every: Cuts, is_fixed: bool) -> CheckResult:
+        """Compare all rows with those between cuts, or only with themselves if that `is_fixed`."""
+        subject = passes.subject
+        cuts = (0, every[-1]) if is_fixed else every
+        pair = self._run_both(passes, every, cuts)
+        whole, parts = pair.whole, pair.parts
+        if whole.written and self._parts.strategy.mesh.shard != 1:
+            return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
+        is_narrow = self._parts.precision.is_narrow and passes.wide is None
+        limit = ROWS.narrower if is_narrow else ROWS.of(whole.dtype)
+        found = compare(whole, parts, limit)
+        if found is None and pair.changes:  # such as a cache that the first micro-batch fills
+            parts = passes.run(cuts)
+            found = compare(whole, parts, limit)
+        if found is not None and not is_narrow:
+            types = NarrowestDtype()
+            passes.run((0, cuts[-1]), types=types)
+            limit = max(limit, types.limit)
+            found = compare(whole, parts, limit)
+        if found is not None and whole.has_drawn and not subject.draws.is_by_example:
+            return CheckResult(unproved="left out: draws are by micro-batch with run.dropout=torch")
+        if found is not None and subject.rows.prepared:
+            together = replace(subject, rows=replace(subject.rows, prepared={}))
+            sliced = SlicedPasses(together, passes.wide, passes.depth)
+            if subject.rows.has_rows and compare(whole, sliced.run(cuts), limit) is None:
+                return CheckResult(MIXED if subject.rows.is_mixed else PADDED)
+        if found is not None:
+            try:
+                return CheckResult(*name_difference(passes, cuts, limit))
+            except Exception:  # a model may not take the hooks of a trace
+                return CheckResult(explain(found, whole, parts, limit))
+        if pair.counted.names:
+            line = explain_counters(pair.counted, dict(subject.module.named_buffers()))
+            return CheckResult(line, "micro-batches" * (pair.counted.is_of_passes and not is_fixed))
+        return self._find_changes(passes, every, is_fixed, whole, limit)
+
+    def _run_both(self, passes: SlicedPasses, every: Cuts, cuts: Cuts) -> Pair:
+        """Run all rows, then their parts between cuts from the state that these leave."""
+        subject = passes.subject
+        rows = (0, cuts[-1])
+        with sandbox(keep_attributes(subject.module, subject.hooks)):
+            counters = Counters(subject.module, subject.hooks)
+            snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
+            whole = passes.run(rows, keeps_state=True)
+            changes = bool(snapshot.changed(state_of(subject.module, subject.hooks)))
+            run = partial(passes.run, rows, keeps_state=True)
+            run_few = partial(passes.run, every[:2], keeps_state=True)
+            limit = ROWS.of(whole.dtype)
+            counted = counters.find(CounterPasses(whole, run, run_few, subject.rewinds, limit))
+            return Pair(whole, passes.run(cuts, keeps_state=True), changes, counted)
+
+    def _find_changes(
+        self, passes: SlicedPasses, every: Cuts, is_fixed: bool, whole: PassResult, limit: float
+    ) -> CheckResult:
+        """Look for what passes change although their results agree: buffers and parameters."""
+        subject = passes.subject
+        cuts = (0, every[-1]) if is_fixed else every
+        changed = list_changed(subject.module, whole)
+        if changed and not subject.rewinds:  # as ranks, whose buffers are combined
+            rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
+            if rewound is not None:
+                return CheckResult(explain_buffers(changed, can_rewind=False), "ranks")
+        for some in (every, *pairwise(every)) if whole.written else ():
+            if name := find_written(whole, passes.run(some), limit):
+                return CheckResult(explain_written(name), "" if is_fixed else "ranks")
+        if name := _find_late_hook(subject.module):
+            why = "has a hook on its accumulated gradient, which is that of some rows only"
+            return CheckResult(
+                f"the parameter {name} {why}; change gradients in train_step, or clip"
+            )
+        return CheckResult(digests=whole.digest(), limit=max(limit, OF_RANKS))
+
+
+def _prepare_modes(subject: CheckedUpdate) -> None:
+    """Leave out what is not checked: plain BatchNorm, and draws by micro-batch."""
+    look_behind_batchnorm(subject.module)
+    if not subject.draws.is_by_example:
+        subject.module.eval()
+
+
+def _find_late_hook(module: nn.Module) -> str:
+    """Return a parameter with a hook of the user's that no pass here can call, or ""."""
+    for name, parameter in module.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        own = ("trainer.", "torch.")
+        if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
+            return name
+    return ""
+
+
+def _list_trials(
+    cuts: Sequence[Cuts], wide: Sequence[torch.dtype], deepest: Depth
+) -> Iterator[Trial]:
+    """Yield what to try in turn: a wide type or the run's own (None), cuts of rows, depth.
+
+    The last trial has no graph: a reentrant recomputation takes no gradients of chosen inputs.
+    """
+    for dtype in (*wide, None):
+        yield from ((dtype, each, deepest) for each in cuts)
+    yield None, cuts[-1], "forward"

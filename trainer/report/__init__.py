@@ -1,1 +1,0 @@
-"""`python -m trainer.report DIR`: a run as one page."""

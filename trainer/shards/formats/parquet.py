@@ -1,0 +1,90 @@
+"""Parquet files, read by row groups."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.shards.formats.shard_parts import FileBytes, Piece, join
+from trainer.shards.sources import Span
+
+SUFFIXES = (".parquet",)
+MOST_GROUPS = 4  # decoded at once, of a file
+END = 8  # bytes after the metadata of a file: their length, and PAR1
+
+
+class ParquetShard:
+    """The rows of a file, or of some of its row groups, as dicts.
+
+    Numbers, texts and bytes are Python's, and lists lists.
+    """
+
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
+        self._file = _parquet().ParquetFile(file.open())
+        groups = [*_row_groups(self._file.metadata)]
+        self._begin = 0
+        if span is not None:
+            own = [n for n, piece in enumerate(groups) if span.begin <= piece.begin < span.end]
+            self._begin = own[0] if own else 0
+            groups = [groups[n] for n in own]
+        found = sum(piece.rows for piece in groups)
+        if found != rows:
+            raise ValueError(f"{file.path} has {found} rows, and {rows} in its index")
+        self._ends = [*accumulate(piece.rows for piece in groups)]
+        self._columns = settings.get("columns")
+        self._groups: dict[int, Any] = {}
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        group = bisect_right(self._ends, row)
+        begin = self._ends[group - 1] if group else 0
+        (found,) = self._read(group).slice(row - begin, 1).to_pylist()
+        return dict(found)
+
+    def _read(self, group: int) -> Any:
+        if group not in self._groups:
+            if len(self._groups) == MOST_GROUPS:
+                self._groups.pop(next(iter(self._groups)))
+            number = self._begin + group
+            self._groups[group] = self._file.read_row_group(number, self._columns)
+        return self._groups[group]
+
+
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
+    """Return rows and span of parts of at most `most` bytes, or one row group.
+
+    The tail of each is the metadata of the file. A file is whole if groups lie in another order.
+    """
+    groups = [*_row_groups(_parquet().read_metadata(path))]
+    if any(one.end > other.begin for one, other in pairwise(groups)):
+        return [(sum(each.rows for each in groups), None)]
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(size - END)
+        length = int.from_bytes(file.read(4), "little")
+    return join(groups, most, (size - END - length, size))
+
+
+def _row_groups(metadata: Any) -> Iterator[Piece]:
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(n) for n in range(group.num_columns)]
+        pages = (c.data_page_offset for c in columns)
+        begins = [
+            min(p, c.dictionary_page_offset or p) for p, c in zip(pages, columns, strict=True)
+        ]
+        sizes = (column.total_compressed_size for column in columns)
+        ends = (begin + size for begin, size in zip(begins, sizes, strict=True))
+        yield Piece(group.num_rows, min(begins), max(ends))
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        advice = 'pip install "lockstep-trainer[parquet]"'
+        raise ConfigError(f"Parquet files need pyarrow; {advice}") from None
+    return pyarrow.parquet

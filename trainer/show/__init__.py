@@ -1,0 +1,1 @@
+"""`python -m trainer.show RUN [RUN ...]`: report a run, or compare several."""

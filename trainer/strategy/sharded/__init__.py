@@ -1,1 +1,0 @@
-"""Parameters divided over ranks by FSDP2."""

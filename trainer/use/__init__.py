@@ -1,0 +1,1 @@
+"""`python -m trainer.use RUN`: evaluate a trained model, write its predictions, or export it."""
