@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = ("api_page", "architecture", "error_texts", "export", "features", "finetune", "report")
+LARGE = (
+    "adapters",
+    "api_page",
+    "architecture",
+    "error_texts",
+    "export",
+    "features",
+    "finetune",
+    "report",
+)
 LARGE = [
     path.relative_to(ROOT).as_posix()
     for name in (*LARGE, "transformers", "chat", "hf", "images", "lm", "pretrained")

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness.code_lines import code_lines
 
 from trainer import Trainer
 
@@ -135,21 +136,7 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
     return found
 
 
-def code_lines(tree: ast.AST, text: str) -> set[int]:
-    lines = {
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip() and not line.strip().startswith("#")
-    }
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
-            doc = node.body[0]
-            lines -= set(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1))
-    return lines
-
-
-LINES = {path: code_lines(tree, path.read_text(encoding="utf-8")) for path, tree in TREES.items()}
+LINES = {path: code_lines(path.read_text(encoding="utf-8"), tree) for path, tree in TREES.items()}
 
 
 def test_module_imports_only_from_rooms_to_its_left():

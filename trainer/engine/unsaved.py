@@ -12,6 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from operator import length_hint
 from types import GeneratorType
@@ -27,16 +28,24 @@ from trainer.sandbox.outside import COPIED, HOOKS, is_own, place_of
 from trainer.schedule import Schedule
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-OF_AN_OPTIMIZER = {
-    *vars(torch.optim.SGD([torch.zeros(1)])),
-    *("grad_scale", "found_inf", "_opt_called", "_step_count", "_numel_cache"),
-    *("_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
-}
 MOST_VALUES = 1_000  # compared of a container or tensor
 MOST_NODES = 20_000  # compared of an attribute
 DEEPEST = 6
 DEPTH = 3  # of containers of first values
 ABSENT = object()
+
+
+@cache
+def of_an_optimizer() -> set[str]:
+    """Return the attributes that torch itself gives an optimizer.
+
+    The first optimizer of a process imports torch._dynamo, 0.9 s, which a run of `use` never needs.
+    """
+    return {
+        *vars(torch.optim.SGD([torch.zeros(1)])),
+        *("grad_scale", "found_inf", "_opt_called", "_step_count", "_numel_cache"),
+        *("_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
+    }
 
 
 # What a call changes ------------------------------------------------------------------------------
@@ -183,7 +192,7 @@ class UnsavedState:
         yield of_task
         for optimizer in self._optimizers:
             if not type(optimizer).__module__.startswith("torch."):  # those keep caches only
-                yield type(optimizer).__name__, optimizer, OF_AN_OPTIMIZER
+                yield type(optimizer).__name__, optimizer, of_an_optimizer()
         schedule = self._schedule
         factor = schedule.factor if isinstance(schedule, Schedule) else schedule
         if hasattr(factor, "__dict__"):
@@ -247,7 +256,7 @@ class _Reader:
                 yield {key: v for key, v in vars(module).items() if key not in OF_A_MODULE}
         elif isinstance(value, Optimizer):
             yield dict(value.state)
-            yield {key: v for key, v in vars(value).items() if key not in OF_AN_OPTIMIZER}
+            yield {key: v for key, v in vars(value).items() if key not in of_an_optimizer()}
         elif type(value).__module__.partition(".")[0] in self._packages:
             yield getattr(value, "__dict__", None)
 
