@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from faults.common import Shape
 from harness import CONF, check_equal_bits, check_parity, fit_on, on_ranks, wait_for
+from harness.azure import serving_azure
 from harness.s3 import proxied, serving_s3
 
 from trainer import ConfigError, load_config
@@ -432,6 +433,26 @@ def test_three_ranks_go_on_from_s3_where_two_stopped(tmp_path, s3, monkeypatch):
     parts = [path for method, path in proxy.requests if method == "GET" and "safetensors" in path]
     assert len(parts) == len(set(parts)) == 4  # a rank of the node fetches, the others wait
     assert all(f"step-{stopped['step']:08d}" in path for path in parts)
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_azure_and_is_read_there(tmp_path, monkeypatch, command):
+    address = "az://data/runs/first"
+    recipe = [*RICH, "checkpoint.every_steps=10"]
+    mirrored = [*recipe, f"checkpoint.mirror={address}", "run.resume=auto"]
+    straight = fit_on(1, tmp_path / "straight", *recipe)
+    (tmp_path / "azure").mkdir()
+    with serving_azure(tmp_path / "azure") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        stopped = fit_on(1, tmp_path / "one", *mirrored, "task.options.signal_at=17")
+        resumed = fit_on(1, tmp_path / "two", *mirrored)
+        listed = json.loads(command("az://data/runs", "--json", verb=LIST).stdout)["runs"]
+        made = [Bucket("az://data/runs/x").create("one", content) for content in (b"a", b"b")]
+    assert made == [True, False]
+    assert stopped["code"] == 75 and stopped["seen"] + resumed["seen"] == straight["seen"]
+    check_equal_bits(straight, resumed)
+    assert [(row["name"], row["steps"], row["end"]) for row in listed] == [(address, "30", "done")]
 
 
 @pytest.mark.slow

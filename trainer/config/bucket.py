@@ -37,6 +37,7 @@ from trainer.errors import ConfigError, one_line
 SCHEMES = ("s3", "gs", "az", "file")
 LEASE = "lease.json"
 MANIFEST = "manifest.json"
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT")
 # Config last: the newest folder that has it is read, so all of the record must be there by then.
 RECORD = ("metrics.jsonl", "exit.json", "proof.txt", "sampling.safetensors", "config.json")
 COPY = ".copy-"  # begins the name of a folder with a copy
@@ -215,7 +216,7 @@ def _open_store(address: str, is_new: bool) -> Any:
         "timeout": timedelta(seconds=REQUEST_S),
         "connect_timeout": timedelta(seconds=REQUEST_S / 3),
     }
-    endpoints = [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
+    endpoints = [os.environ.get(name, "") for name in ENDPOINTS]
     if any(endpoint.startswith("http://") for endpoint in endpoints):
         options["allow_http"] = True
     backoff: Any = {
