@@ -32,6 +32,7 @@ from trainer.process.child import end_with_parent, signals_passed_on
 PASSED_ON = ("PYTHONPATH", launchers.SCRIPT)  # Ray's runtime environments have the others
 LOST = -signal.SIGKILL  # as the exit code of a rank whose node or actor is gone
 STOPPED = 75
+SIGNAL_S = 0.2  # `ray job stop` kills this process 3 s after its signal by default
 OTHERS_S = 30.0  # after the first failure, for the ranks that wait for the lost one
 GROWS_AFTER_S = 60.0  # a start takes seconds: a cluster that changes all the time would only start
 
@@ -164,7 +165,7 @@ class Attempt:
         end = float("inf")
         sent = 0
         while waiting and time.monotonic() < end:
-            done, _ = self._ray.wait(list(waiting), timeout=POLL_S)
+            done, _ = self._ray.wait(list(waiting), timeout=SIGNAL_S)
             for reference in done:
                 rank = waiting.pop(reference)
                 if not self._take(rank, reference):
