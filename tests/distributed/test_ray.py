@@ -244,8 +244,8 @@ def test_a_run_grows_with_the_cluster(tmp_path):
 def test_ctrl_c_saves_and_the_same_command_resumes_and_a_second_driver_is_refused(tmp_path):
     reference = undisturbed(tmp_path / "reference")
     with cluster(4) as made:
-        words = [*SLOW, PAUSE, "run.resume=auto", "launch.ranks=2"]
-        driver = drive(made, tmp_path, *words)
+        words = [*SLOW, "run.resume=auto", "launch.ranks=2"]
+        driver = drive(made, tmp_path, *words, "task.options.pause_s=2")
         wait_for(has_saved(tmp_path, 4), LIMIT_S)
         code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
         assert code == 2 and "writes there" in err, out + err

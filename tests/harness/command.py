@@ -34,6 +34,7 @@ from harness.launch import (
     kill_with_descendants,
     without_noise,
 )
+from harness.ranks import LIMIT_S as HANG_S
 from harness.ranks import begin_child, environment_of_torchrun, open_store
 
 GRACE_S = 30.0  # torchrun's, from SIGTERM to SIGKILL
@@ -109,7 +110,7 @@ class Command:
         self.folder = folder
 
     def __call__(self, *words: str, limit_s: float = LIMIT_S, **options: Any) -> Done:
-        process = self.start(*words, **options)
+        process = self.start(*words, hang_s=max(HANG_S, 2 * limit_s), **options)
         try:
             out, err = process.communicate(limit_s)
         finally:
@@ -126,12 +127,14 @@ class Command:
         is_session: bool = False,
         is_fresh: bool = False,
         before: Callable[[], object] = lambda: None,
+        hang_s: float = HANG_S,
     ) -> Process:
         """Start the command and return its process.
 
         `before` is called in each of its processes before the verb. With `is_session` signals can
         be sent to all of them, as a terminal does. With `is_fresh`, and in ranks, the package is
-        imported again, for modules that inspect the process at import.
+        imported again, for modules that inspect the process at import. After `hang_s` seconds one
+        without ranks prints its stacks and ends.
         """
         verb = verb or self.verb
         told = environment_of_a_command(**(environment or {}))
@@ -147,7 +150,7 @@ class Command:
             _become(folder or self.folder, told, files)
             if ranks:
                 _be_agent(ranks, verb, words, before)
-            begin_child()
+            begin_child(hang_s)
             if is_fresh:
                 _forget("trainer")
                 remember_compositions()
