@@ -116,6 +116,8 @@ def test_losses_are_those_of_transformers(kind):
     """Gemma 2 changes its logits after the last layer."""
     close = {"rtol": 1e-9, "atol": 1e-9}
     model = LanguageModel(tiny(kind)).double().eval()
+    if kind == "Gemma2":  # its norms compute in fp32
+        close = {"rtol": 1e-6, "atol": 1e-6}
     if kind == "Mixtral":  # torch has no grouped product of experts in fp64
         close = {"rtol": 1e-4, "atol": 1e-5}
         model.float()
