@@ -47,7 +47,7 @@ train: $(VENV)/.installed ## train task=cifar on two ranks; ARGS="run.epochs=2 o
 text: $(VENV)/.installed ## train task=text on two ranks
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=text $(ARGS)
 
-test: setup ## the default tests, side by side: some 4 minutes on two cores
+test: setup ## the default tests, side by side: 6 minutes on two quiet cores
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-all: setup ## every test, the slow ones too, side by side
