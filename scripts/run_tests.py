@@ -1,12 +1,12 @@
 """Run tests in three processes, as most tests wait for one core of the two or for neither.
 
-    python scripts/run_tests.py [--sixth] [pytest's arguments]
+    python scripts/run_tests.py [--part] [pytest's arguments]
 
 Each takes the next file that no other has taken, the file that was committed last first, so that
 what a change breaks shows early. One of them is started when another process has run the few files
 that import large libraries or parse the whole package, which else each fork of a test would copy:
 420 MB, not 290. The output of the first process comes at once, that of the others at the end. With
---sixth only a sixth of the slow tests run, chosen by the commit's hash.
+--part only one of PARTS of the slow tests runs, chosen by the commit's hash.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ LARGE = [
     for name in (*LARGE, "transformers", "chat", "hf", "images", "lm", "pretrained")
     for path in ROOT.glob(f"tests/*/test_{name}.py")
 ]
+PARTS = 12  # of the slow tests: all take some two hours on two cores
 INTERRUPTED = 2  # pytest's exit codes
 NO_TESTS = 5  # such as with -m
 
 
-def find_sixth() -> int:
-    """Return 0 to 5 by the hash of the commit."""
+def find_part() -> int:
+    """Return the number of the part that runs, from 0, by the hash of the commit."""
     words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     found = subprocess.run(words, capture_output=True, text=True)
-    return int(found.stdout.strip() or "0", 16) % 6
+    return int(found.stdout.strip() or "0", 16) % PARTS
 
 
 def newest_first() -> list[str]:
@@ -73,12 +74,12 @@ def newest_first() -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Return 1 if a test failed, else 0."""
-    own = ["--sixth"] if "--sixth" in arguments else []
-    words = [sys.executable, "-m", "pytest", *(word for word in arguments if word != "--sixth")]
+    own = ["--part"] if "--part" in arguments else []
+    words = [sys.executable, "-m", "pytest", *(word for word in arguments if word != "--part")]
     if own:
-        sixth = find_sixth()
-        print(f"of the slow tests: sixth {sixth + 1} of 6", flush=True)
-        words.append(f"--sixth={sixth}")
+        part = find_part()
+        print(f"of the slow tests: part {part + 1} of {PARTS}", flush=True)
+        words.append(f"--part={part}/{PARTS}")
     files = [word for word in arguments if word.startswith("tests/")]
     with tempfile.TemporaryDirectory() as folder:
         shared = [*words, *([] if files else newest_first()), f"--share={folder}"]

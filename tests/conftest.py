@@ -125,7 +125,7 @@ def living(pids: set[int]) -> dict[int, str]:
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
-    parser.addoption("--sixth", type=int, help="0 to 5: a sixth of the slow tests")
+    parser.addoption("--part", help="a part of the slow tests: its number from 0, as in 3/12")
 
 
 def pytest_collection_finish():
@@ -135,13 +135,13 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    sixth = config.getoption("sixth")
-    if sixth is None:
+    if config.getoption("part") is None:
         return
+    part, parts = map(int, config.getoption("part").split("/"))
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % 6 != sixth
+        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % parts != part
     ]
     config.hook.pytest_deselected(items=left_out)
     names = set(map(id, left_out))

@@ -1,7 +1,7 @@
 """Inject faults and check that nothing is lost: kills, power losses, damage, disk errors, signals,
 hangs.
 
-    python scripts/faults [--only NAME] [--quick] [--sixth] [--seed N] [--json FILE]
+    python scripts/faults [--only NAME] [--quick] [--part] [--seed N] [--json FILE]
 
 Prints one table at the end. Exit code 1 if any case failed. The seed draws the cases; no case is
 retried.
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(REPOSITORY / each) for each in ("", "tests", "scripts")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from run_tests import find_sixth  # noqa: E402
+from run_tests import find_part  # noqa: E402
 
 from faults import (  # noqa: E402
     caches,
@@ -82,7 +82,7 @@ ROWS = {
 }
 
 
-# Rows that take some half a minute or more with --quick: of them --sixth runs a sixth.
+# Rows that take some half a minute or more with --quick: of them --part runs one.
 LONG = ("ranks", "mesh_requeues", "mesh_restarts", "places", "groups", "restarts")
 
 
@@ -134,7 +134,7 @@ def main() -> int:
         "--quick", action="store_true", help="run fewer cases: seconds, not minutes"
     )
     parser.add_argument(
-        "--sixth", action="store_true", help="of the long rows, run a sixth, chosen by the commit"
+        "--part", action="store_true", help="of the long rows, run one, chosen by the commit"
     )
     parser.add_argument("--cases", type=int, help="number of cases; replaces each row's default")
     parser.add_argument("--seed", type=int, default=0)
@@ -142,11 +142,10 @@ def main() -> int:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     names = given.only or list(ROWS)
-    if given.sixth:
-        sixth = find_sixth()
-        chosen = LONG[sixth::6]
-        print(f"of the long rows: sixth {sixth + 1} of 6, {', '.join(chosen)}", flush=True)
-        names = [name for name in names if name not in LONG or name in chosen]
+    if given.part:
+        chosen = LONG[find_part() % len(LONG)]
+        print(f"of the long rows: {chosen}", flush=True)
+        names = [name for name in names if name not in LONG or name == chosen]
     found = [measure(name, given.quick, given.cases, given.seed) for name in names]
     rows = [row for row in found if row is not None]
     print(table(rows))
