@@ -217,4 +217,6 @@ def explain_model(
     advice = "make them fit"
     if isinstance(model.get_submodule(inside[-1]), nn.SyncBatchNorm) and "on GPU" in what:
         advice = "leave it nn.BatchNorm, and set strategy.sync_batchnorm=true, which CPUs can too"
+    elif "could not create a primitive" in what:  # oneDNN's, such as of an LSTM without AVX-512
+        advice = "this CPU cannot compute it in 16 bits; set strategy.precision=fp32"
     return ConfigError(f"{called} failed: {what}; {_show('inputs', inputs)}{how}; {advice}")
