@@ -435,6 +435,10 @@ def test_three_ranks_go_on_from_s3_where_two_stopped(tmp_path, s3, monkeypatch):
     assert all(f"step-{stopped['step']:08d}" in path for path in parts)
 
 
+def create_twice(address):
+    return [Bucket(address).create("one", content) for content in (b"a", b"b")]
+
+
 @pytest.mark.slow
 def test_run_goes_on_from_azure_and_is_read_there(tmp_path, monkeypatch, command):
     address = "az://data/runs/first"
@@ -448,8 +452,8 @@ def test_run_goes_on_from_azure_and_is_read_there(tmp_path, monkeypatch, command
         stopped = fit_on(1, tmp_path / "one", *mirrored, "task.options.signal_at=17")
         resumed = fit_on(1, tmp_path / "two", *mirrored)
         listed = json.loads(command("az://data/runs", "--json", verb=LIST).stdout)["runs"]
-        made = [Bucket("az://data/runs/x").create("one", content) for content in (b"a", b"b")]
-    assert made == [True, False]
+        made = on_ranks(1, lambda: create_twice("az://data/runs/x"))
+    assert made == [[True, False]]
     assert stopped["code"] == 75 and stopped["seen"] + resumed["seen"] == straight["seen"]
     check_equal_bits(straight, resumed)
     assert [(row["name"], row["steps"], row["end"]) for row in listed] == [(address, "30", "done")]

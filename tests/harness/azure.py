@@ -5,17 +5,16 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-from harness.waiting import free_port, wait_for
+from harness.waiting import free_port, wait_for_port
 from harness.weights import CACHE, LIMIT_S
 
 PACKAGE = "azurite@3.35.0"
@@ -40,14 +39,9 @@ def serving_azure(folder: Path) -> Iterator[dict[str, str]]:
         stdout=subprocess.DEVNULL,
     )
 
-    def answers() -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        return False
-
     url = f"http://127.0.0.1:{port}/{ACCOUNT}"
     try:
-        wait_for(answers)
+        wait_for_port(port)
         _make_container(url, key)
         yield {
             "AZURE_STORAGE_ENDPOINT": url,

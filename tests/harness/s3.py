@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.waiting import free_port, wait_for
+from harness.waiting import free_port, wait_for_port
 
 DROPPED_S = 60.0
 FREE_CALLS = 4  # without credentials, by which they are made
@@ -67,13 +66,8 @@ def serving_s3(folder: Path) -> Iterator[S3]:
             stderr=log,
         )
 
-    def answers() -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        return False
-
     try:
-        wait_for(answers)
+        wait_for_port(port)
         yield S3(process, port)
     finally:
         process.kill()

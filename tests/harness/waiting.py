@@ -1,5 +1,6 @@
 """Wait for a condition with a limit, and compute limits that work on a slow or busy machine."""
 
+import contextlib
 import functools
 import signal
 import socket
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 QUIET_S = 0.7  # import time of torch on the machine for which the limits of the tests were set
@@ -28,7 +28,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextmanager
+def wait_for_port(port: int) -> None:
+    """Wait until a server of this machine accepts connections."""
+
+    def accepts() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return False
+
+    wait_for(accepts)
+
+
+@contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
     """Interrupt the block after so many seconds."""
 

@@ -175,7 +175,8 @@ class Attempt:
             for number in asked[sent:]:
                 self._send(number)
             sent = len(asked)
-            if not (asked or self.moves or self.codes) and (why := self._why_elsewhere()):
+            may_move = done and not (asked or self.moves or self.codes)
+            if may_move and (why := self._why_elsewhere()):
                 self.moves = why
                 self._send(signal.SIGTERM)
         for rank in waiting.values():
