@@ -37,7 +37,7 @@ from trainer.errors import ConfigError, one_line
 SCHEMES = ("s3", "gs", "az", "file")
 LEASE = "lease.json"
 MANIFEST = "manifest.json"
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 # Config last: the newest folder that has it is read, so all of the record must be there by then.
 RECORD = ("metrics.jsonl", "exit.json", "proof.txt", "sampling.safetensors", "config.json")
 COPY = ".copy-"  # begins the name of a folder with a copy
