@@ -33,7 +33,7 @@ from trainer.engine.step import Outcome
 from trainer.engine.values import Values
 from trainer.errors import ConfigError
 from trainer.rng.philox import Random
-from trainer.strategy.choice import find_devices
+from trainer.strategy import find_devices
 from trainer.strategy.optimizer_trial import fused_option
 
 Split = str  # "train", "eval", or a name in eval.splits

@@ -4,6 +4,7 @@ import multiprocessing
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,9 @@ def ends(folder, cases, words):
 def check(folder: Path, expected: dict, *words: str, ranks: int = 1) -> None:
     """Check the error of each case: `expected` is {name: (task, kind, pattern of the line)}.
 
-    One fork runs all of them.
+    One fork runs all of them; of several ranks it can run one case, as gloo opens once.
     """
+    assert ranks == 1 or len(expected) == 1
     compose(folder, *WORDS, *words)
     cases = {name: task for name, (task, _, _) in expected.items()}
     for found in on_ranks(ranks, ends, folder, cases, words):
@@ -569,6 +571,24 @@ def test_tensor_that_cannot_be_trained_or_saved_is_named_at_the_start(strategy, 
     }
     cases = {name: (task, ConfigError, re.escape(line)) for name, (task, line) in lines.items()}
     check(tmp_path, cases, f"strategy={strategy}")
+
+
+class Overlapping(nn.Module):
+    """Two parameters over one array, with a row in common on some ranks."""
+
+    def __init__(self, is_wrong):
+        super().__init__()
+        array = np.ones((4, 4), dtype=np.float32)
+        self.a = nn.Parameter(torch.from_numpy(array[:3]))
+        self.b = nn.Parameter(torch.from_numpy(array[2 if is_wrong else 3 :]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [{0, 1}, {1}], ids=str)
+def test_parameters_that_share_memory_in_part_are_refused_by_all_ranks(ranks, strategy, tmp_path):
+    task = task_with(build_model=lambda self: Overlapping(self.world.rank in ranks))
+    line = "build_model: a and b share memory, and are two tensors; tie them as one .*"
+    check(tmp_path, {"array": (task, ConfigError, line)}, f"strategy={strategy}", ranks=2)
 
 
 def test_complex_buffer_keeps_its_imaginary_part(tmp_path):

@@ -26,7 +26,7 @@ from trainer.distributed.world import RankGroup, World
 from trainer.engine.deferred_reads import DeferredRows, HostCopy
 from trainer.engine.precision import AUTOCAST, Precision
 from trainer.record.startup import slow_reasons
-from trainer.strategy.choice import find_devices
+from trainer.strategy import find_devices
 from trainer.strategy.dp import DataParallel
 from trainer.strategy.exact import Exact
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 from trainer import ConfigError, ResidentDataset, World, load_config
 from trainer.setup.checks import check_layout
-from trainer.strategy.choice import find_name, find_strategy
+from trainer.strategy import find_name, find_strategy
 from trainer.strategy.modules.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]

@@ -1,5 +1,6 @@
 """Parameters and buffers that are views: slices, transposes, expanded and shared memory."""
 
+import numpy as np
 import pytest
 import torch
 from harness import check_equal_bits, fit, fit_on, on_ranks, relative_distance
@@ -91,7 +92,12 @@ def test_a_resume_keeps_the_order_in_memory_of_the_optimizers_state(tmp_path):
     check_equal_bits(whole, resumed)
 
 
+class Marked(nn.Parameter):
+    pass
+
+
 SHARED = torch.randn(4, 4)
+ARRAY = np.ones((4, 4), dtype=np.float32)
 COPY = "pass a copy of the tensor to nn.Parameter (.clone())"
 REFUSED = {
     "expanded": (
@@ -115,6 +121,14 @@ REFUSED = {
         {"a": SHARED[:, :3], "b": SHARED[:, 2:].t()},
         f"a and b share memory, and are two tensors; tie them as one nn.Parameter, or {COPY}",
     ),
+    "two storages over one array": (
+        {"a": torch.from_numpy(ARRAY[:3]), "b": torch.from_numpy(ARRAY[2:])},
+        f"a and b share memory, and are two tensors; tie them as one nn.Parameter, or {COPY}",
+    ),
+    "a class of parameters": (
+        {"a": Marked(SHARED[:3]), "b": Marked(SHARED[2:])},
+        f"a and b share memory, and are two tensors; tie them as one nn.Parameter, or {COPY}",
+    ),
 }
 
 
@@ -123,7 +137,8 @@ def test_memory_that_a_trained_parameter_shares_is_refused(kind):
     tensors, line = REFUSED[kind]
     model = nn.Module()
     for name, tensor in tensors.items():
-        setattr(model, name, nn.Parameter(tensor))
+        is_made = isinstance(tensor, nn.Parameter)
+        setattr(model, name, tensor if is_made else nn.Parameter(tensor))
     with pytest.raises(ConfigError) as error:
         make_dense(model)
     assert str(error.value) == f"build_model: {line}"

@@ -32,8 +32,8 @@ from trainer.errors import ConfigError
 from trainer.hook_calls import call
 from trainer.setup.build import Setup, make_model
 from trainer.setup.checks import check_run, try_optimizer
+from trainer.strategy import find_strategy
 from trainer.strategy.base import ModelSpec
-from trainer.strategy.choice import find_strategy
 from trainer.strategy.cost import reduced
 from trainer.strategy.mesh import AXES, DATA, Mesh
 from trainer.strategy.mesh_model.context_parallel import Context

@@ -26,7 +26,7 @@ from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.context import choose_precision, is_bf16_emulated, is_bf16_native, is_fp16_slow
 from trainer.errors import counted
 from trainer.record import fingerprint
-from trainer.strategy.choice import find_name
+from trainer.strategy import find_name
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import has_own_forward, has_plain_batchnorm
 

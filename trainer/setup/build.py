@@ -37,8 +37,8 @@ from trainer.rng import seed_all
 from trainer.rng.forward import ExampleRng
 from trainer.schedule import Schedule
 from trainer.setup.checks import check_export, check_hooks, find_unused_hooks
+from trainer.strategy import find_strategy
 from trainer.strategy.base import ModelSpec, Strategy, convert
-from trainer.strategy.choice import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.full_model import Values, build_structure
 from trainer.strategy.modules.tensor_memory import make_dense

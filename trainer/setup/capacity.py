@@ -31,7 +31,7 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError, RunError, counted, one_line, visible
-from trainer.strategy.choice import find_strategy
+from trainer.strategy import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import Task
 

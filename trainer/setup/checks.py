@@ -25,7 +25,7 @@ from trainer.errors import ConfigError
 from trainer.process import uncollected
 from trainer.sandbox.outside import names_in
 from trainer.setup import check_soon
-from trainer.strategy.choice import find_devices, find_strategy
+from trainer.strategy import find_devices, find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.optimizer_trial import FUSED
 from trainer.task import Task

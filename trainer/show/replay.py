@@ -24,7 +24,7 @@ from trainer.loop.diagnosis import Example, examine
 from trainer.process.streams import HidingStream
 from trainer.record.startup import STOPPED
 from trainer.show.run_reading import mesh_of
-from trainer.strategy.choice import find_strategy
+from trainer.strategy import find_strategy
 from trainer.strategy.modules.batchnorm import has_batchnorm
 from trainer.trainer import active_run
 

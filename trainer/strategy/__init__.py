@@ -1,1 +1,60 @@
-"""Parallel strategies. Each is one file, with its rules in `check`, and a YAML in conf/strategy."""
+"""The choice of a strategy, and of the devices of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from trainer.config.schema import StrategySettings
+from trainer.distributed import accelerator
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.strategy.base import Strategy
+from trainer.strategy.mesh import is_divided
+
+
+def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:
+    """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
+
+    Raises ConfigError if torch does not see such a GPU.
+    """
+    count = accelerator.count()
+    each = settings.devices_per_rank
+    if not count:
+        return (torch.device("cpu"),) * each
+    numbers: Sequence[int] = range(world.local_rank * each, (world.local_rank + 1) * each)
+    if find_strategy(settings).takes_device_ids:  # one process for all GPUs
+        numbers = settings.device_ids or range(count)
+    elif each == 1:
+        numbers = [world.local_rank % count]  # ranks may share a GPU
+    if max(numbers) >= count or min(numbers) < 0:
+        ids = settings.device_ids
+        key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
+        raise ConfigError(f"""strategy.{key}: rank {world.rank} has no GPU {max(numbers)};
+            use the {count} that torch sees""")
+    return tuple(torch.device(accelerator.kind(), number) for number in numbers)
+
+
+def find_strategy(settings: StrategySettings) -> type[Strategy]:
+    """Return the strategy of `find_name`. Raises ConfigError if there is none."""
+    found: type[Strategy] = import_module(f"trainer.strategy.{find_name(settings)}").STRATEGY
+    return found
+
+
+def find_name(settings: StrategySettings) -> str:
+    """Return the name of the strategy in trainer/strategy/<name>.py, or of the one that it needs
+    for the mesh. Raises ConfigError if there is none."""
+    name = settings.name
+    module = f"trainer.strategy.{name}"
+    if not name.isidentifier() or find_spec(module) is None:
+        raise ConfigError(f"strategy.name={name}: must be the name of a file in trainer/strategy")
+    strategy = getattr(import_module(module), "STRATEGY", None)
+    if strategy is None:
+        raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
+    if strategy.on_mesh and is_divided(settings.mesh):
+        return find_name(replace(settings, name=strategy.on_mesh))
+    return name

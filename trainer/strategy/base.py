@@ -209,6 +209,13 @@ class Strategy(ABC):
 
         Returns the values that the objective carries, (2,), summed over all ranks, in a tensor of
         its own: those of the objective are kept.
+
+        For each micro-batch: `statistics.rewind`, the objective of `call`, `statistics.note`,
+        backward from `precision.root`. Once a step: `statistics.begin` before them, and after them
+        `_check_reached`, `spec.reduce_begun`, the sum over the ranks, and `statistics.write` with
+        the means of `read` over the data ranks (with `averages=False` and `statistics.rows`: the
+        sums). With `find_unused_parameters` one that no rank has reached keeps no gradient. The
+        ranks have equal weights before the first step: the proof of the start refuses others.
         """
 
     def forward(self, inputs: Any) -> Any:

@@ -12,7 +12,7 @@ from trainer.config.compose import load_config
 from trainer.distributed import accelerator
 from trainer.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import ConfigError
-from trainer.strategy.choice import find_strategy
+from trainer.strategy import find_strategy
 from trainer.strategy.ddp import COMPRESSING
 from trainer.task import Task
 from trainer.verify.findings import Finding

@@ -70,18 +70,18 @@ def make_dense(model: nn.Module) -> None:
     Raises ConfigError for a trainable parameter that is complex, whose elements share memory, or
     that shares memory with another parameter or buffer. Tied weights are one parameter.
     """
-    named = dict(_plain_tensors(model))
-    for name, tensor in named.items():
-        if tensor.requires_grad and tensor.layout is torch.strided:
+    named = {n: t for n, t in _own_tensors(model) if t.layout is torch.strided}
+    plain = {n: t for n, t in named.items() if type(t) in (torch.Tensor, nn.Parameter)}
+    for name, tensor in plain.items():
+        if tensor.requires_grad:
             _check_elements(name, tensor)
-    storages: dict[int, list[str]] = {}
+    spaces: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        if tensor.layout is torch.strided:
-            storages.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-    for names in storages.values():
+        spaces.setdefault(_space(tensor), []).append(name)
+    for names in spaces.values():
         _check_shared(named, names)
-    for tensor in named.values():
-        if tensor.layout is torch.strided and not is_dense(tensor):
+    for tensor in plain.values():
+        if not is_dense(tensor):
             copied: Any = tensor.clone(memory_format=torch.contiguous_format)
             tensor.set_(copied)
 
@@ -125,9 +125,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that have memory themselves, unlike DTensors and quantized wrappers."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not is_lazy(tensor) and type(tensor) in (torch.Tensor, nn.Parameter):
+        kinds = type(tensor).__mro__
+        if not is_lazy(tensor) and (kinds[0] is torch.Tensor or nn.Parameter in kinds):
             yield name, tensor
 
 
@@ -143,7 +145,7 @@ def _check_elements(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_shared(named: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-    """Raise ConfigError if a trainable parameter overlaps another tensor in the same storage."""
+    """Raise ConfigError if a trainable parameter overlaps another tensor of the same space."""
     ranges = sorted((*_range(named[name]), name) for name in names if named[name].numel())
     for number, (_, end, one) in enumerate(ranges):
         for begin, _, other in ranges[number + 1 :]:
@@ -159,17 +161,31 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.isin(_bytes(one), _bytes(other)).any())
 
 
+def _space(tensor: torch.Tensor) -> Any:
+    """Return what the places of tensors that could overlap are counted in.
+
+    It is a device, whose storages may be over the same memory, as those of two views of one array
+    of NumPy are; on the meta device, which has no addresses, a storage.
+    """
+    return tensor.untyped_storage()._cdata if tensor.is_meta else tensor.device
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins in its space, in bytes."""
+    base = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    return base + int(tensor.storage_offset()) * tensor.itemsize
+
+
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins and ends in its storage, in bytes."""
-    begin = int(tensor.storage_offset())
+    """Return where a tensor begins and ends in its space, in bytes."""
+    begin = _begin(tensor)
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    end = begin + sum((size - 1) * stride for size, stride in axes) + 1
-    return begin * tensor.itemsize, end * tensor.itemsize
+    return begin, begin + (sum((size - 1) * step for size, step in axes) + 1) * tensor.itemsize
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the places of a tensor's bytes in its storage."""
-    first = (_places(tensor) + int(tensor.storage_offset())) * tensor.itemsize
+    """Return the places of a tensor's bytes in its space."""
+    first = _places(tensor) * tensor.itemsize + _begin(tensor)
     return (first[:, None] + torch.arange(tensor.itemsize)).flatten()
 
 
