@@ -18,6 +18,7 @@ from typing import Any
 
 import trainer
 from trainer.config import bucket
+from trainer.config.bucket_copies import copy_of, remove_copies, with_addresses
 from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
@@ -216,8 +217,8 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    line = shortened(launchers.as_started(f"error: {who}{message_of(error)}"))
-    print(visible(line), file=sys.stderr, flush=True)
+    line = with_addresses(launchers.as_started(f"error: {who}{message_of(error)}"))
+    print(visible(shortened(line)), file=sys.stderr, flush=True)
 
 
 def _patience() -> float:
@@ -244,7 +245,7 @@ def _exit(code: int) -> None:
         sys.exit(0)
     if code == 0:
         _finish()
-    bucket.remove_copies()  # os._exit calls no atexit
+    remove_copies()  # os._exit calls no atexit
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for child in multiprocessing.active_children():
@@ -317,7 +318,7 @@ def local(place: str) -> str:
         return place
     if problem := bucket.address_problem(place):
         raise ConfigError(f"{place}: {problem}; give another place")
-    return str(bucket.copy_of(place))
+    return str(copy_of(place))
 
 
 def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str], list[str]]:

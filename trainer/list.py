@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from trainer.cli import answer, run, split_arguments
 from trainer.config import bucket
 from trainer.config.bucket import is_address
+from trainer.config.bucket_copies import copy_of
 from trainer.config.compose import load_config
 from trainer.config.plain_files import CONFIG
 from trainer.config.typed import suggest
@@ -111,9 +111,7 @@ def _list_runs(overrides: Sequence[str], config_dirs: Sequence[str]) -> Rows:
     for name in _find_runs(place)[:MOST_RUNS]:
         try:
             is_far = is_address(name)
-            one = RunFiles.read(
-                str(bucket.copy_of(name, has_checkpoints=False)) if is_far else name
-            )
+            one = RunFiles.read(str(copy_of(name, has_checkpoints=False)) if is_far else name)
         except (ConfigError, RunError) as error:
             rows.append([name, "", "", visible(str(error))])
             continue
@@ -128,9 +126,8 @@ def _in_bucket(address: str, depth: int = DEPTH) -> list[tuple[datetime, str]]:
     Raises BucketError, ConfigError.
     """
     place = bucket.Bucket(address)
-    if fence := place.newest_fence():
-        with suppress(bucket.NotThereError):  # folders of anything else
-            return [(place.state_of(f"{fence:06d}/{bucket.LEASE}")[0], place.address)]
+    if found := place.newest_lease():
+        return [(found[1], place.address)]
     below = [f"{place.address}/{name}" for name in place.folders()] if depth else []
     return [run for each in below for run in _in_bucket(each, depth - 1)]
 

@@ -25,7 +25,8 @@ from trainer.checkpoints import fence, transaction
 from trainer.checkpoints.fence import open_fence
 from trainer.checkpoints.mirror import Mirror
 from trainer.config import bucket
-from trainer.config.bucket import Bucket, copy_of, read_listing
+from trainer.config.bucket import Bucket, read_listing
+from trainer.config.bucket_copies import copy_of
 
 SHAPE = Shape(2, 2000)
 OTHER = Shape(3, 2000)  # of a zombie

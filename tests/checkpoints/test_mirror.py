@@ -26,9 +26,9 @@ from trainer.config.bucket import (
     BucketError,
     _translated,
     address_problem,
-    copy_of,
     read_listing,
 )
+from trainer.config.bucket_copies import copy_of
 from trainer.errors import CheckpointError
 
 RICH = [
@@ -86,7 +86,7 @@ def test_run_goes_on_from_a_bucket_on_an_empty_disk_with_the_same_bits(tmp_path)
     assert stopped["seen"] + resumed["seen"] == straight["seen"]
     check_equal_bits(straight, resumed)
     assert resumed["record"] == straight["record"]
-    assert not [*(tmp_path / "two/tiny").glob(".copy-*/*/checkpoints/*/*.safetensors")]
+    assert not [*(tmp_path / "two/tiny").glob(".lockstep-copy-*/*/checkpoints/*/*.safetensors")]
     kept = [int(path.name[5:]) for path in (tmp_path / "bucket").glob("first/*/checkpoints/*")]
     assert sorted(kept) == [*steps(resumed["directory"] / "checkpoints")]
 
@@ -135,7 +135,7 @@ def test_damaged_newest_checkpoint_of_a_bucket_is_skipped_and_the_older_one_used
     assert len(resumed["seen"]) == 20
     if ranks == 1:
         check_equal_bits(straight, resumed)
-    assert not [*(tmp_path / "runs/tiny").glob(".copy-*/*/checkpoints/*/*.safetensors")]
+    assert not [*(tmp_path / "runs/tiny").glob(".lockstep-copy-*/*/checkpoints/*/*.safetensors")]
     assert newest_of(tmp_path / "first") == 30
 
 
@@ -150,7 +150,7 @@ def test_weights_come_from_a_run_in_a_bucket_as_from_its_directory(tmp_path, sto
     one = fit_on(1, tmp_path / "one", *words, f"run.init_from=file://{tmp_path}/first")
     check_equal_bits(near, one)
     assert len(far["seen"]) == 2
-    assert not [*tmp_path.rglob(".copy-*/*/checkpoints/*/*.safetensors")]
+    assert not [*tmp_path.rglob(".lockstep-copy-*/*/checkpoints/*/*.safetensors")]
 
 
 def test_command_that_fails_leaves_no_copy_of_a_run_behind(tmp_path, stopped, command):
@@ -159,7 +159,7 @@ def test_command_that_fails_leaves_no_copy_of_a_run_behind(tmp_path, stopped, co
     done = command(f"file://{bucket}", verb="trainer.use")
     assert "give task.trainer=tiny.Tiny if you trust it" in done.stderr
     assert done.returncode == 2
-    assert not [*Path(tempfile.gettempdir()).glob(f".copy-*/{bucket.name}")]
+    assert not [*Path(tempfile.gettempdir()).glob(f".lockstep-copy-*/{bucket.name}")]
 
 
 def test_place_of_weights_in_a_bucket_is_checked_before_the_run_begins(tmp_path, stopped):
@@ -249,6 +249,7 @@ def test_copy_of_a_killed_start_is_removed_by_the_next_one_and_no_other(tmp_path
     address = f"file://{tmp_path}/bucket/first"
     (tmp_path / "bucket/first/000001").mkdir(parents=True)
     (tmp_path / "bucket/first/000001/config.json").write_text("{}")
+    (tmp_path / "bucket/first/000001/lease.json").write_text('{"writers": [[1, 0]]}')
 
     def body():
         victim = os.fork()
@@ -309,7 +310,7 @@ def test_writer_that_lost_its_lease_publishes_nothing_that_counts(tmp_path, monk
     def body():
         monkeypatch.setattr(fence, "_place", lambda: "another machine")
         old = open_fence(address, 0, None)
-        first = Mirrored(old, keep())
+        first = Mirrored(old, keep(), print)
         first.read()
         first.put_checkpoint(1, tmp_path / "old/checkpoints/step-00000001")
         open_fence(address, 1, 1)  # of a successor, which goes on from step 1
@@ -320,7 +321,7 @@ def test_writer_that_lost_its_lease_publishes_nothing_that_counts(tmp_path, monk
         first.put_checkpoint(2, tmp_path / "old/checkpoints/step-00000002")
         assert newest(address) == 1
         third = open_fence(address, 1, 1)
-        Mirrored(third, keep()).read()
+        Mirrored(third, keep(), print).read()
         return [name for name in Bucket(address).sizes() if "step-00000002" in name]
 
     assert on_ranks(1, body) == [[]]
@@ -340,7 +341,7 @@ def test_writer_that_lost_its_lease_removes_nothing_of_its_successor(tmp_path, m
         for steps_of_one in ((1, 2), (3,)):
             begun = steps_of_one[0] - 1
             writers.append(open_fence(address, begun, begun))
-            mirrored.append(Mirrored(writers[-1], keep(keep_last=1)))
+            mirrored.append(Mirrored(writers[-1], keep(keep_last=1), print))
             mirrored[-1].read()
             mirrored[-1].put_record(tmp_path)
             for step in steps_of_one:
@@ -363,11 +364,11 @@ def test_record_of_a_writer_counts_once_it_is_whole(tmp_path):
 
     def body():
         first = open_fence(address, 0, 0)
-        Mirrored(first, keep()).put_record(tmp_path)
+        Mirrored(first, keep(), print).put_record(tmp_path)
         second = open_fence(address, 0, 0)
         (tmp_path / "bucket/first/000002/metrics.jsonl/unwritable").mkdir(parents=True)
         with pytest.raises(BucketError):
-            Mirrored(second, keep()).put_record(tmp_path)
+            Mirrored(second, keep(), print).put_record(tmp_path)
         return read_listing(Bucket(address)).home()
 
     assert on_ranks(1, body) == ["000001"]
@@ -379,7 +380,7 @@ def test_start_that_read_an_older_step_than_there_is_does_not_begin(tmp_path):
 
     def body():
         own = open_fence(address, 0, 0)
-        there = Mirrored(own, keep())
+        there = Mirrored(own, keep(), print)
         there.put_checkpoint(5, tmp_path / "checkpoints/step-00000005")
         own.release()
         with pytest.raises(ConfigError, match="has reached step 5 since this start read step 3"):
@@ -576,7 +577,7 @@ def test_request_whose_connection_breaks_is_repeated(fault, tmp_path, s3, monkey
             own = Bucket(f"s3://data/broken-{fault}")
             made = own.create("000001/lease.json", b"{}")
             own.put("000001/config.json", b"{}")
-            found = [own.get("000001/config.json"), own.newest_fence(), [*own.sizes()]]
+            found = [own.get("000001/config.json"), own.newest_lease()[0], [*own.sizes()]]
             own.remove(["000001/config.json"])
             return [made, *found, [*own.sizes()]]
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import bucket
+from trainer.config import bucket, bucket_copies
 from trainer.config.plain_files import hash_rest, open_regular
 from trainer.config.schema import CheckpointSettings
 from trainer.errors import CheckpointError, RunError
@@ -93,7 +93,7 @@ class FileContents(Mapping[str, bytes]):
         """
         entry = self._entries[name]
         try:
-            return bucket.fetch(self._path, name, entry["bytes"], partial(_check, entry))
+            return bucket_copies.fetch(self._path, name, entry["bytes"], partial(_check, entry))
         except bucket.NotThereError as error:
             raise CheckpointError(str(error)) from None
         except (bucket.BucketError, OSError) as error:

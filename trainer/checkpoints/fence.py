@@ -67,8 +67,7 @@ class Fence:
             raise ConfigError(f"""{bucket.address}: another process began to write there just now;
                 give another prefix""")
         self._writers = writers
-        held = read_listing(bucket)
-        self._check_others(held, reached)
+        self._check_others(read_listing(bucket), reached)
         self._writers = [*writers[:-1], [self.number, step]]
         self._put()
 
@@ -78,7 +77,7 @@ class Fence:
 
     def _check_others(self, held: Listing, reached: int | None) -> None:
         """Raise ConfigError if a later writer has begun, or the one before has gone on."""
-        self.check(held.fence)
+        self.check()
         newest = max(held.checkpoints(), default=0)
         if reached is not None and newest > reached:
             self.release()
@@ -128,23 +127,20 @@ class Fence:
                 lose(error)
                 return
 
-    def check(self, newest: int | None = None) -> None:
-        """Raise FenceError if a later writer has begun, BucketError."""
-        newest = self.bucket.newest_fence() if newest is None else newest
+    def check(self) -> None:
+        """Raise FenceError if a later writer has begun, BucketError if this one's lease is gone."""
+        newest, _ = self.bucket.newest_lease() or (0, None)
         if newest == self.number:
             return
+        if newest < self.number:
+            raise BucketError(f"""{self.bucket.address}: the lease of this run is gone, so the
+                bucket was emptied, or the folder is not mounted any more""")
         self._is_closed.set()
         who = "another process"
         with suppress(BucketError):
             who = _describe(read_lease(self.bucket, f"{newest:06d}/{LEASE}"))
         raise FenceError(f"""checkpoint.mirror={self.bucket.address}: {who} has taken over
             this run, and this process publishes nothing more there""")
-
-    def is_after(self, name: str) -> bool:
-        """Return True for a file of an earlier writer. One of a later writer may be there at any
-        time: this process may be stopped between two requests."""
-        folder = name.partition("/")[0]
-        return folder.isdecimal() and int(folder) < self.number
 
     def release(self) -> None:
         """Let the next writer begin without waiting. Raises BucketError."""

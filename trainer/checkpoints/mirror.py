@@ -19,7 +19,7 @@ from typing import Any
 from trainer.checkpoints import transaction
 from trainer.checkpoints.fence import ANNOUNCE_S, Fence, FenceError
 from trainer.checkpoints.transaction import MANIFEST, read_manifest
-from trainer.config.bucket import RECORD, BucketError, read_listing
+from trainer.config.bucket import RECORD, BucketError, DeniedError, read_listing
 from trainer.config.schema import CheckpointSettings
 from trainer.errors import CheckpointError, one_line
 
@@ -30,8 +30,11 @@ MOST_DELAY_S = 30.0
 class Mirrored:
     """Content of a bucket, and its changes by the writer of a fence."""
 
-    def __init__(self, fence: Fence, keep: CheckpointSettings):
+    def __init__(self, fence: Fence, keep: CheckpointSettings, tell: Callable[[str], None]):
+        """`tell` gets a line on what is wrong there and is left as it is."""
         self._bucket = fence.bucket
+        self._tell = tell
+        self._may_remove = True
         self._fence = fence
         self._keep = keep
         self._is_read = False
@@ -43,24 +46,47 @@ class Mirrored:
     def newest(self) -> int:
         return max(self._places, default=0)
 
-    def read(self) -> None:
-        """Read once what there is, and remove what does not count or is incomplete."""
-        if self._is_read:
+    def read(self, again: bool = False) -> None:
+        """Read what there is, and remove what does not count or is incomplete: at first, after a
+        failure, or `again`. Raises FenceError, BucketError."""
+        self._fence.check()
+        if self._is_read and not again:
             return
         held = read_listing(self._bucket)
-        self._fence.check(held.fence)
         places = held.checkpoints()
         for step, place in places.items():
-            manifest = json.loads(self._bucket.get(f"{place}/{MANIFEST}"))
-            self._scores |= self._score(step, manifest)
+            if self._places.get(step) != place:
+                self._scores |= self._read_score(step, f"{place}/{MANIFEST}")
         self._places = places
+        own = self._fence.folder
+        self._record = {n: d for n, d in self._record.items() if f"{own}/{n}" in held.sizes}
         stale = [
             name
-            for name in held.sizes
+            for name in held.own()
             if "/checkpoints/" in name and name.rpartition("/")[0] not in places.values()
         ]
-        self._bucket.remove(_manifests_first(stale))
+        self._remove(stale)
         self._is_read = True
+
+    def forget(self) -> None:
+        """Read again what there is, as after a failure nothing is certain."""
+        self._is_read = False
+
+    def _read_score(self, step: int, name: str) -> dict[int, float]:
+        try:
+            return self._score(step, json.loads(self._bucket.get(name)))
+        except (ValueError, AttributeError, RecursionError):
+            self._tell(f"{self._bucket.address}/{name}: cannot be read as a manifest")
+            return {}
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files, manifests first. What the login may not remove stays."""
+        try:
+            if self._may_remove:
+                self._bucket.remove(sorted(names, key=lambda n: not n.endswith(f"/{MANIFEST}")))
+        except DeniedError as error:
+            self._may_remove = False
+            self._tell(f"{error}; so old checkpoints stay there")
 
     def _score(self, step: int, manifest: dict[str, Any]) -> dict[int, float]:
         keep = self._keep
@@ -111,19 +137,16 @@ class Mirrored:
         if not old and homes <= {own}:
             return
         self._fence.check()
-        sizes = self._bucket.sizes()
-        gone = [n for step in old for n in sizes if n.startswith(f"{self._places[step]}/")]
+        held = read_listing(self._bucket)
+        gone = [n for step in old for n in held.sizes if n.startswith(f"{self._places[step]}/")]
         if own in homes:
-            earlier = filter(self._fence.is_after, sizes)
+            # not of a later writer: this process may have been stopped since its look at the fence
+            earlier = [n for n, fence in held.own().items() if fence < self._fence.number]
             gone += [n for n in earlier if n.partition("/")[0] not in homes]
-        self._bucket.remove(_manifests_first(dict.fromkeys(gone)))
+        self._remove(dict.fromkeys(gone))
         for step in old:
             del self._places[step]
             self._scores.pop(step, None)
-
-
-def _manifests_first(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}"))
 
 
 class Mirror:
@@ -147,7 +170,7 @@ class Mirror:
         self._say = say
         self._note = note
         self._lose = lose
-        self._there = Mirrored(fence, keep)
+        self._there = Mirrored(fence, keep, self._tell)
         self._best: Set[int | None] = frozenset()
         self._work = _Work()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="mirror")
@@ -184,7 +207,9 @@ class Mirror:
             newest = self._there.newest
             if newest:
                 self._say(f"mirrored: {self._keep.mirror} has step {newest:,}")
-        elif not self._work.is_lost:
+        elif self._work.is_lost:
+            self._tell(f"{self._missing()}: {self._work.problem}")
+        else:
             why = f": {self._work.problem}" * bool(self._work.problem)
             self._tell(f"""{self._missing()}, after {limit_s:g} s{why}; resume with run.resume
                 from {self._directory}, which copies it""")
@@ -205,13 +230,14 @@ class Mirror:
         delay = FIRST_DELAY_S
         while (is_last := self._work.take()) is not None:
             try:
-                self._bring_over()
+                self._bring_over(is_last)
                 if is_last:
                     self._fence.release()
             except FenceError as error:
                 self._fail(error)
                 return
             except Exception as error:  # the run goes on without its mirror
+                self._there.forget()
                 if self._work.fail(one_line(error)):
                     more = "the run goes on, and it is tried again"
                     self._tell(f"checkpoint.mirror={self._keep.mirror}: {error}; {more}")
@@ -223,11 +249,11 @@ class Mirror:
             delay = FIRST_DELAY_S
 
     def _fail(self, error: Exception) -> None:
-        self._work.lose()
+        self._work.lose(one_line(error))
         self._lose(error)
 
-    def _bring_over(self) -> None:
-        self._there.read()
+    def _bring_over(self, is_last: bool) -> None:
+        self._there.read(again=is_last)
         passed: set[int] = set()
         while (path := self._next(passed)) is not None:
             step = int(path.name.removeprefix("step-"))
@@ -311,9 +337,10 @@ class _Work:
             self._turn.notify_all()
             return had_failed
 
-    def lose(self) -> None:
+    def lose(self, why: str) -> None:
         with self._turn:
             self.is_lost = True
+            self.problem = why
             self._is_idle = True
             self._turn.notify_all()
 

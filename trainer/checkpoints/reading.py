@@ -16,7 +16,7 @@ from trainer.checkpoints.disk import cannot_fetch
 from trainer.checkpoints.tensor_files import INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import TRIES, CheckpointFiles, Manifest, is_gone
 from trainer.codec import DTYPES, dtype_of, name_of
-from trainer.config import bucket
+from trainer.config import bucket, bucket_copies
 from trainer.config.plain_files import parse_json
 from trainer.config.typed import show
 from trainer.distributed.group import Group
@@ -227,10 +227,10 @@ class Restoration:
 
     def close(self, group: Group) -> None:
         """Remove what the nodes have fetched from a bucket, once all ranks have loaded it."""
-        if bucket.address_of(self.path):
+        if bucket_copies.address_of(self.path):
             with group.agreed("loading the checkpoint"):
                 pass
-            bucket.drop_fetched(self.path)
+            bucket_copies.drop_fetched(self.path)
 
     def check_base(self, parts: Parts) -> None:
         """Raise CheckpointError unless `build_model` made the weights that the checkpoint leaves
@@ -304,7 +304,7 @@ def read_on_all_ranks(
             except ConfigError as error:  # a CheckpointError on the rank that found it
                 if must_be_first:
                     raise
-                bucket.drop_fetched(path)
+                bucket_copies.drop_fetched(path)
                 if group.tell_all(is_gone(path)):
                     is_outdated = True  # its run is going on, and has newer ones
                 else:
@@ -321,7 +321,7 @@ def _open(group: Group, path: Path, has_optimizer: bool) -> Restoration:
     """Verify and open a checkpoint. Raises the same CheckpointError on every rank."""
     is_root = group.world.rank == 0
     loaded: CheckpointFiles | None = None
-    address = group.tell_all(bucket.address_of(path) if is_root else "")
+    address = group.tell_all(bucket_copies.address_of(path) if is_root else "")
     with group.agreed("reading the checkpoint"):
         if address:
             _copy_manifest(path, address)
@@ -369,7 +369,7 @@ def _copy_manifest(path: Path, address: str) -> None:
     """Make a folder of this node the copy of a checkpoint in a bucket, if it can be made."""
     try:
         with suppress(OSError):
-            bucket.copy_manifest(path, address)
+            bucket_copies.copy_manifest(path, address)
     except bucket.NotThereError as error:
         raise CheckpointError(str(error)) from None
     except bucket.BucketError as error:

@@ -15,6 +15,7 @@ from trainer.checkpoints.disk import replace_file
 from trainer.checkpoints.run_directory import WRITER, Lease, check_free, last_facts, read_facts
 from trainer.config import bucket
 from trainer.config.bucket import is_address
+from trainer.config.bucket_copies import copy_of
 from trainer.config.plain_files import CONFIG, format_config
 from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
@@ -194,7 +195,7 @@ def _with_bucket(config: Config, origin: Origin) -> Origin:
     origin = replace(origin, reached=0 if is_other else newest)
     if not newest or not is_wanted:
         return origin
-    copy = bucket.copy_of(address, base_of(config))
+    copy = copy_of(address, base_of(config))
     directory = origin.directory or base_of(config) / bucket.name_of(address)
     if own and _run_of(origin.root) != _run_of(copy / "checkpoints"):
         raise ConfigError(f"""{key}={address}: holds another run than {config.shown(directory)};
@@ -236,7 +237,7 @@ def find_checkpoint(config: Config, resume: str | None, key: str = "run.resume")
         return Origin()
     if is_address(resume):
         is_start = key == "run.init_from"  # the copy gets the weights, and is where the run is
-        return Origin(source=bucket.copy_of(resume, base_of(config) if is_start else None))
+        return Origin(source=copy_of(resume, base_of(config) if is_start else None))
     path = Path(config.folder, resume)
     if (path / transaction.MANIFEST).is_file():
         return Origin(checkpoint=path, source=path.resolve().parent.parent)

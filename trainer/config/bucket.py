@@ -12,21 +12,16 @@ later writer began: a writer that had lost its lease, and did not know it yet, h
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,19 +35,19 @@ MANIFEST = "manifest.json"
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 # Config last: the newest folder that has it is read, so all of the record must be there by then.
 RECORD = ("metrics.jsonl", "exit.json", "proof.txt", "sampling.safetensors", "config.json")
-COPY = ".copy-"  # begins the name of a folder with a copy
-LOCK = ".lock"
-HELD = ".held"  # a file in it, locked by its process
-STALE_S = 86_400.0
 PIECE = 2**24  # bytes of one request
 REQUEST_S = 30.0
 RETRY_S = 30.0
 PAUSES_S = (0.2, 1.0)  # before a request is repeated that obstore does not repeat
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # in answers of S3, Google Cloud and Azure
+DENIED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
 MOST_SHOWN = 300  # characters of a store's message
 _REQUEST = re.compile(r"Error performing \S+ \S+ in .*? - ")  # in obstore's messages
 T = TypeVar("T")
 _FENCE = re.compile(r"\d{6,}")
 _CHECKPOINT = re.compile(r"(\d{6,})/checkpoints/step-(\d{8,})/manifest\.json")
+_RECORDED = "|".join(re.escape(name) for name in (*RECORD, LEASE))
+_OWN = re.compile(rf"(\d{{6,}})/(?:{_RECORDED}|checkpoints/step-\d{{8,}}/[^/]+)")
 
 
 class BucketError(Exception):
@@ -63,6 +58,10 @@ class NotThereError(BucketError):
     """A file that is not in the bucket."""
 
 
+class DeniedError(BucketError):
+    """A request that the login does not allow."""
+
+
 def is_address(place: str | None) -> bool:
     """Return True for the address of a run in a bucket, as no path is one."""
     return "://" in (place or "")
@@ -70,8 +69,11 @@ def is_address(place: str | None) -> bool:
 
 def address_problem(place: str) -> str:
     """Return why a text is no address of a run in a bucket; empty if it is one."""
-    parts = urlsplit(place)
     names = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    try:
+        parts = urlsplit(place)
+    except ValueError as error:
+        return f"is no address ({error}); must be as s3://bucket/first"
     if parts.scheme not in SCHEMES:
         return f"must begin with one of {names}, as in s3://bucket/first"
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -149,9 +151,16 @@ class Bucket:
             found = _repeated(lambda: obstore.list_with_delimiter(self._store))
         return [*found["common_prefixes"]]
 
-    def newest_fence(self) -> int:
-        """Return the number of the newest writer, 0 without one."""
-        return max((int(name) for name in self.folders() if _FENCE.fullmatch(name)), default=0)
+    def newest_lease(self) -> tuple[int, datetime] | None:
+        """Return the number of the newest writer, and when it was last heard of.
+
+        A folder without a lease, such as one that is named by a date, is somebody else's.
+        """
+        fences = [int(name) for name in self.folders() if _FENCE.fullmatch(name)]
+        for number in sorted(fences, reverse=True):
+            with suppress(NotThereError):
+                return number, self.state_of(f"{number:06d}/{LEASE}")[0]
+        return None
 
     def state_of(self, name: str) -> tuple[datetime, str | None]:
         """Return when a file was written, by the store's clock, and its tag."""
@@ -252,13 +261,17 @@ def _translated(place: str) -> Iterator[None]:
         yield
     except BucketError:
         raise
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if any(code in str(error) for code in NO_BUCKET):
+            raise BucketError(f"{place}: there is no such bucket") from None
         raise NotThereError(f"{place}: is not there") from None
     except Exception as error:  # obstore's own, OSError and ValueError
         text = str(error).partition("<?xml")[0].partition("\n")[0]
         text = _REQUEST.sub("", text)
         why = one_line(Exception(text))[:MOST_SHOWN].rstrip(" -:")
-        raise BucketError(f"{place}: {why or type(error).__name__}") from None
+        name = type(error).__name__
+        is_denied = name in DENIED or "(code: AccessDenied)" in why  # of S3's delete
+        raise (DeniedError if is_denied else BucketError)(f"{place}: {why or name}") from None
 
 
 @dataclass(frozen=True)
@@ -279,7 +292,7 @@ class Listing:
         """Return the folders of those checkpoints that count, by step, oldest first."""
         found: dict[int, str] = {}
         begun = {fence: first for fence, first in self.writers if first is not None}
-        published = [match for name in self.sizes if (match := _CHECKPOINT.fullmatch(name))]
+        published = [match for name in self.own() if (match := _CHECKPOINT.fullmatch(name))]
         for match in sorted(published, key=lambda match: int(match[1])):
             fence, step = int(match[1]), int(match[2])
             later = [first for other, first in begun.items() if other > fence]
@@ -287,9 +300,18 @@ class Listing:
                 found[step] = match[0].rpartition("/")[0]
         return dict(sorted(found.items()))
 
+    def own(self) -> dict[str, int]:
+        """Return the files that writers of this run have written, with their fences.
+
+        All others are somebody else's: below the address there may be other runs, or data.
+        """
+        known = {fence for fence, _ in self.writers}
+        fences = {name: int(match[1]) for name in self.sizes if (match := _OWN.fullmatch(name))}
+        return {name: fence for name, fence in fences.items() if fence in known}
+
     def home(self) -> str:
         """Return the folder of the newest writer that has written its settings."""
-        homes = [name.partition("/")[0] for name in self.sizes if name.endswith("/config.json")]
+        homes = [name.partition("/")[0] for name in self.own() if name.endswith("/config.json")]
         return max(homes, key=int, default="")
 
 
@@ -308,134 +330,8 @@ def read_lease(bucket: Bucket, name: str) -> dict[str, Any]:
         for fence, first in facts["writers"]:
             if type(fence) is not int or type(first) not in (int, type(None)):
                 raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if facts["writers"][-1][0] != int(name.partition("/")[0]):
+            raise ValueError
+    except (ValueError, TypeError, LookupError, RecursionError):
         raise BucketError(f"{bucket.address}/{name}: was not written by a run") from None
     return facts
-
-
-# Copies: small files are fetched at once, those of a checkpoint when they are read ---------------
-
-_made: list[tuple[int, Path]] = []  # processes, and the folders of their copies
-_copies: dict[Path, str] = {}  # of this process: folders of runs and checkpoints, with addresses
-
-
-def copy_of(address: str, base: Path | None = None, has_checkpoints: bool = True) -> Path:
-    """Make a copy of a run in a folder of `base`, or of the temporary folder.
-
-    It has the record of the run, and the manifests of its checkpoints. It is removed at the end of
-    the process. Raises ConfigError.
-    """
-    try:
-        if base is not None:
-            base.mkdir(parents=True, exist_ok=True)
-            _sweep(base)
-        own = f"{COPY}{socket.gethostname()}-"
-        place = Path(tempfile.mkdtemp(prefix=own, dir=base)).absolute()
-        _made.append((os.getpid(), place))
-        _hold(place)
-        folder = place / name_of(address)
-        folder.mkdir()
-        bucket = Bucket(address)
-        _copies[folder] = bucket.address
-        _copy_run(bucket, read_listing(bucket), folder, has_checkpoints)
-    except (BucketError, OSError) as error:
-        raise ConfigError(f"""{address}: cannot be read: {error};
-            check the address and the login""") from None
-    return folder
-
-
-@atexit.register
-def remove_copies() -> None:
-    """Remove the copies that this process has made, as a fork of it must not."""
-    for pid, place in _made:
-        if pid == os.getpid():
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _hold(place: Path) -> None:
-    """Lock a copy until this process and those that it forks have ended."""
-    with suppress(OSError):  # a file system without locks
-        lock = os.open(place / ".unlocked", os.O_WRONLY | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (place / ".unlocked").rename(place / HELD)
-
-
-def _sweep(base: Path) -> None:
-    """Remove copies of processes that were killed: a start that is killed again and again would
-    fill the disk."""
-    own = f"{COPY}{socket.gethostname()}-"
-    for place in base.glob(f"{COPY}*"):
-        with suppress(OSError):
-            is_over = place.name.startswith(own) and _is_free(place / HELD)
-            if is_over or time.time() - place.stat().st_mtime > STALE_S:
-                shutil.rmtree(place, ignore_errors=True)
-
-
-def _is_free(held: Path) -> bool:
-    with suppress(OSError), held.open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _copy_run(bucket: Bucket, held: Listing, folder: Path, has_checkpoints: bool) -> None:
-    home = held.home()
-    for name in RECORD:
-        if f"{home}/{name}" in held.sizes:
-            (folder / name).write_bytes(bucket.get(f"{home}/{name}"))
-    if not home:
-        raise NotThereError("there is no run")
-    for step, place in held.checkpoints().items() if has_checkpoints else ():
-        path = folder / "checkpoints" / f"step-{step:08d}"
-        copy_manifest(path, f"{bucket.address}/{place}")
-
-
-def copy_manifest(path: Path, address: str) -> None:
-    """Make a folder the copy of a checkpoint at an address, whose files `fetch` brings.
-
-    Raises BucketError, and OSError if the folder cannot be made.
-    """
-    _copies[path] = address
-    if not (path / MANIFEST).is_file():
-        home = next((each for each in path.parents if each.name.startswith(COPY)), path)
-        if not home.exists():  # on a node that does not see that of rank 0
-            _made.append((os.getpid(), home))
-        path.mkdir(parents=True, exist_ok=True)
-        part = path / f".{MANIFEST}.{os.getpid()}"  # other ranks of this node write it too
-        part.write_bytes(_bucket_of(address).get(MANIFEST))
-        part.replace(path / MANIFEST)
-
-
-def address_of(path: Path) -> str:
-    """Return the address of the run or checkpoint whose copy a folder is; "" for other folders."""
-    return _copies.get(path, "")
-
-
-def fetch(path: Path, name: str, most: int, check: Callable[[str, int, str], None]) -> Path:
-    """Return the place of a file of a checkpoint, of a copy after it was fetched and verified.
-
-    One rank of a node fetches it, and the others wait. `check` gets its address, size and SHA-256,
-    and raises if these are not the right ones. Raises BucketError, OSError.
-    """
-    place = path / name
-    address = _copies.get(path)
-    if address and not place.exists():
-        with open(path / LOCK, "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.exists():
-                part = path / f".{name}.part"
-                check(f"{address}/{name}", *_bucket_of(address).download(name, part, most))
-                part.replace(place)
-    return place
-
-
-def drop_fetched(path: Path) -> None:
-    """Remove the files of a copy, which are fetched again when they are read again."""
-    for place in path.glob("*") if path in _copies else ():
-        if place.name not in (MANIFEST, LOCK):
-            place.unlink(missing_ok=True)
-
-
-@lru_cache(4)
-def _bucket_of(address: str) -> Bucket:
-    return Bucket(address)

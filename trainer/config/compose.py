@@ -26,7 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import CONF
-from trainer.config.bucket import copy_of, is_address
+from trainer.config.bucket import is_address
+from trainer.config.bucket_copies import copy_of
 from trainer.config.plain_files import CONFIG, check_yaml, format_config, read_config
 from trainer.config.rules import check
 from trainer.config.schema import LAYOUT, Config, flatten

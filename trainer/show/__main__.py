@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli import JSON, answer, local, run, single, split_arguments, take_words
-from trainer.config.bucket import address_of
+from trainer.config.bucket_copies import address_of
 from trainer.config.plain_files import CONFIG
 from trainer.config.rules import check_path
 from trainer.distributed import launchers

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.checkpoints import run_directory as rundir
 from trainer.checkpoints import transaction
 from trainer.checkpoints.transaction import Manifest
-from trainer.config.bucket import address_of
+from trainer.config.bucket_copies import address_of
 from trainer.config.plain_files import CONFIG, read_config
 from trainer.config.schema import MeshSizes, flatten
 from trainer.config.typed import build, convert
