@@ -1,12 +1,13 @@
 """Measure what checkpoint.mirror costs the loop: the time of a step without it, and with one.
 
-    python scripts/bench/bench_mirror.py [--rounds N] [--steps N] [--only NAME ...]
+    python scripts/bench/bench_mirror.py [--rounds N] [--steps N] [--only NAME ...] [--apart]
 
 Pairs in turn, in alternating order: a run without a mirror, and one with it: in a folder, in moto's
-S3 server (whose work is on the same cores), and in a server that answers each request after half a
-second. Prints the medians of the pairs' ratios with their quartiles: of the median step, of the
-mean of all steps with their saves, of which there is one each 20 steps, and of the process's CPU
-time, with all its threads.
+S3 server (whose work is on the same cores, unless `--apart` keeps one core for servers and the
+others for the runs), and in a server that answers each request after half a second. Prints the
+medians of the pairs' ratios with their quartiles: of the median step, of the mean of all steps with
+their saves, of which there is one each 20 steps, and of the process's CPU time, with all its
+threads.
 """
 
 from __future__ import annotations
@@ -70,10 +71,19 @@ def run(steps: int, mirror: str) -> None:
     print("TOLD " + json.dumps(told), flush=True)
 
 
-def measure(steps: int, mirror: str, environment: dict[str, str]) -> dict[str, float]:
+def measure(
+    steps: int, mirror: str, environment: dict[str, str], cores: set[int]
+) -> dict[str, float]:
     words = [sys.executable, __file__, "--steps", str(steps), "--rank", mirror]
     more = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(words, env=more, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words,
+        env=more,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
     told = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     if not told:
         raise SystemExit(done.stdout + done.stderr)
@@ -87,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", nargs="+", choices=PLACES, default=[*PLACES])
+    parser.add_argument("--apart", action="store_true", help="keep one core for the servers")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
@@ -99,6 +110,7 @@ def main() -> None:
         serving_s3(Path(folder)) as server,
         proxied(server.environment["AWS_ENDPOINT_URL"]) as proxy,
     ):
+        cores = keep_apart(server.process.pid) if given.apart else os.sched_getaffinity(0)
         proxy.slow_s = 0.5
         proxy.begin(lambda number, method, path: "slow")
         behind = {**server.environment, "AWS_ENDPOINT_URL": proxy.url}
@@ -111,7 +123,7 @@ def main() -> None:
             for name in given.only:
                 pair = [("", {}), places[name]]
                 turns = pair[:: 1 - 2 * (number % 2)]
-                told = {place[0]: measure(given.steps, *place) for place in turns}
+                told = {place[0]: measure(given.steps, *place, cores) for place in turns}
                 base, own = told[""], told[places[name][0]]
                 ratios[name].append({key: own[key] / base[key] for key in base})
                 print(name, {key: round(value, 3) for key, value in ratios[name][-1].items()})
@@ -119,6 +131,14 @@ def main() -> None:
     for name, found in ratios.items():
         cells = [spread([each[key] for each in found]) for key in ("median", "mean", "cpu")]
         print(f"{name:8}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+def keep_apart(server: int) -> set[int]:
+    """Give new threads of a server and of this process the last core; return the others."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    for process in (server, 0):
+        os.sched_setaffinity(process, {last})
+    return set(others)
 
 
 def spread(values: list[float]) -> str:
