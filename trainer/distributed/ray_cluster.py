@@ -42,11 +42,12 @@ class Cluster:
             self._check_size()
 
     def _check_size(self) -> None:
-        fits = _fits(self.needs, self.ray.cluster_resources())
+        has = self.ray.cluster_resources()
+        fits = _fits(self.needs, has)
         if self.least > fits:
             self.ray.shutdown()
-            raise ConfigError(f"""launch.ranks={self.least}: must be at most {fits} on this machine;
-                start a Ray cluster, or set a smaller launch.cpus_per_rank""")
+            raise ConfigError(f"""launch.ranks={self.least}: must be at most {fits} on this machine:
+                {_shortage(self._config, self.needs, has)}""")
         self.most = min(self.most, fits)
 
     def room(self) -> int:
@@ -209,6 +210,15 @@ def _needs_of(config: LaunchSettings, has: Mapping[str, float]) -> dict[str, flo
 
 def _fits(needs: Mapping[str, float], has: Mapping[str, float]) -> int:
     return int(min(has.get(name, 0) / number for name, number in needs.items()))
+
+
+def _shortage(config: LaunchSettings, needs: Mapping[str, float], has: Mapping[str, float]) -> str:
+    """Return of which resource there is the least, and the setting that asks for it."""
+    name = min(needs, key=lambda name: has.get(name, 0) / needs[name])
+    own = {"CPU": "launch.cpus_per_rank", "GPU": "launch.gpus_per_rank"}
+    key = f"launch.resources.{name}" if name in config.resources else own[name]
+    taken = f"{needs[name]:g} {name} of {has.get(name, 0):g}"
+    return f"each rank takes {taken}, by {key}; start a Ray cluster, or set a smaller {key}"
 
 
 def describe(config: LaunchSettings) -> dict[str, str]:
