@@ -525,11 +525,16 @@ def test_the_resource_that_is_short_and_its_setting_are_named(word, short, key):
     assert told == f"each rank takes {short}, by {key}; {advice}"
 
 
+MUST = "must be the host and port of the cluster's head, as in node0:6379;"
+
+
 @pytest.mark.parametrize(
     ("address", "line"),
     [
         ("127.0.0.1:1", "no cluster answers there; start it, or leave RAY_ADDRESS out"),
-        ("ray://head:10001", "must be the host and port of the cluster's head, as in node0:6379;"),
+        ("127.0.0.1:99999", "no cluster answers there;"),
+        ("a..b:1", "no cluster answers there;"),
+        *((address, MUST) for address in ("ray://head:10001", "garbage", "local ", "a:1:x")),
     ],
 )
 def test_an_address_without_a_cluster_is_refused_at_once(address, line):

@@ -153,15 +153,16 @@ def _join(ray: Any) -> bool:
 
 
 def _check_answer(address: str) -> None:
-    if "://" in address:
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (host and port.isascii() and port.isdecimal()):
         raise ConfigError(f"""{ADDRESS}={address}: must be the host and port of the cluster's head,
             as in node0:6379; start the run on a node of the cluster, or by ray job submit""")
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-        except (OSError, OverflowError):
-            raise _no_answer(address) from None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, OverflowError, ValueError):
+        raise _no_answer(address) from None
 
 
 def _no_answer(address: str) -> ConfigError:
