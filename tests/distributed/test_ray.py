@@ -281,3 +281,32 @@ def test_a_bad_setting_ends_at_once_with_its_line(tmp_path):
     assert code == 2, out + err
     assert err.startswith("error: data.global_batch=1000: must be at most"), err
     assert "restart" not in err
+
+
+def raylet_of(place):
+    """Return the address of the cluster with this folder that a process on this machine runs."""
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = each.read_bytes().decode().split("\0")
+            given = [word for word in words if word.startswith("--gcs-address=")]
+            if given and any(str(place) in word for word in words):
+                return given[0].partition("=")[2]
+    return None
+
+
+@pytest.fixture
+def own_folder():
+    """Yield the environment of a driver that starts its own cluster, with a folder for it."""
+    place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets are short
+    yield {"RAY_TMPDIR": place, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_starts_ends_the_run_with_one_line(own_folder, tmp_path):
+    driver = start(tmp_path, *SLOW, "launch=ray", **own_folder)
+    place = own_folder["RAY_TMPDIR"]
+    wait_for(lambda: [*Path(place).glob("ray/session_2*/logs/gcs_server.out")], LIMIT_S)
+    driver.terminate()
+    code, out, err = ended(driver, LIMIT_S)
+    assert (code, out, err) == (130, "", "interrupted; nothing was saved\n")

@@ -124,10 +124,12 @@ def load_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Lockstep sends nothing by itself
     try:
         import ray
+        from ray._private import utils
     except ImportError:
         raise ConfigError(
             "launch=ray: Ray is not installed; pip install 'lockstep-trainer[ray]'"
         ) from None
+    utils.set_sigterm_handler = lambda handler: None  # ray.init would replace ours
     return ray
 
 
