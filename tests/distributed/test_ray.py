@@ -310,3 +310,20 @@ def test_sigterm_while_ray_starts_ends_the_run_with_one_line(own_folder, tmp_pat
     driver.terminate()
     code, out, err = ended(driver, LIMIT_S)
     assert (code, out, err) == (130, "", "interrupted; nothing was saved\n")
+
+
+@pytest.mark.slow
+def test_a_second_run_has_a_cluster_of_its_own_and_outlives_that_of_the_first(own_folder, tmp_path):
+    words = [*SLOW, PAUSE, "run.steps=40", "launch=ray", "launch.cpus_per_rank=0.1"]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    first = start(folders[0], *words, **own_folder)
+    place = own_folder["RAY_TMPDIR"]
+    address = wait_for(lambda: raylet_of(place), LIMIT_S)
+    Path(place, "ray/ray_current_cluster").write_text(address)  # of all that other tests have
+    wait_for(has_saved(folders[0], 2), LIMIT_S)
+    second = start(folders[1], *words, **own_folder | {"RAY_ADDRESS": ""})
+    codes = [ended(each, LIMIT_S) for each in (first, second)]
+    assert [code for code, *_ in codes] == [0, 0], codes
+    assert "restart" not in codes[1][2], codes

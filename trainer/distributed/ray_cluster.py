@@ -24,6 +24,7 @@ POLL_S = 1.0
 PLACED_S = 10.0  # nodes that look free may be full, or leave
 FREED_S = 5.0  # until Ray counts what ranks that have ended leave free
 ANSWER_S = 10.0  # Ray itself waits 2 minutes for its cluster, and then ends this process
+OWN = {"lockstep": "own"}  # the label of a cluster that ends with its run
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -34,7 +35,7 @@ class Cluster:
         self.ray = load_ray()
         is_own = not _join(self.ray)
         if is_own:
-            self.ray.init("local", include_dashboard=False, **QUIET)
+            self.ray.init("local", include_dashboard=False, labels=OWN, **QUIET)
         self._config = config
         self.needs = _needs_of(config, self.ray.cluster_resources())
         self.least, self.most = range_of(config)
@@ -136,6 +137,7 @@ def load_ray() -> Any:
 def _join(ray: Any) -> bool:
     """Connect to the cluster of RAY_ADDRESS or of this machine; return False if there is none.
 
+    Another run's own cluster, which Ray finds by its processes, is none, as it ends with that run.
     Raises ConfigError if RAY_ADDRESS does not answer, or the cluster does not take this process.
     """
     address = os.environ.get(ADDRESS, "")
@@ -151,6 +153,9 @@ def _join(ray: Any) -> bool:
     except (RuntimeError, ray.exceptions.RayError) as error:  # such as another version of Ray
         raise ConfigError(f"""launch=ray: the cluster refuses this process: {one_line(error)};
             check that Ray and Python have the versions of the cluster""") from None
+    if address in ("", "auto") and any(_has_labels(n["Labels"], OWN) for n in ray.nodes()):
+        ray.shutdown()
+        return False
     return True
 
 
