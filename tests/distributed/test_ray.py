@@ -281,3 +281,49 @@ def test_a_bad_setting_ends_at_once_with_its_line(tmp_path):
     assert code == 2, out + err
     assert err.startswith("error: data.global_batch=1000: must be at most"), err
     assert "restart" not in err
+
+
+def raylet_of(place):
+    """Return the address of the cluster with this folder that a process on this machine runs."""
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = each.read_bytes().decode().split("\0")
+            given = [word for word in words if word.startswith("--gcs-address=")]
+            if given and any(str(place) in word for word in words):
+                return given[0].partition("=")[2]
+    return None
+
+
+@pytest.fixture
+def own_folder():
+    """Yield the environment of a driver that starts its own cluster, with a folder for it."""
+    place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets are short
+    yield {"RAY_TMPDIR": place, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_starts_ends_the_run_with_one_line(own_folder, tmp_path):
+    driver = start(tmp_path, *SLOW, "launch=ray", **own_folder)
+    place = own_folder["RAY_TMPDIR"]
+    wait_for(lambda: [*Path(place).glob("ray/session_2*/logs/gcs_server.out")], LIMIT_S)
+    driver.terminate()
+    code, out, err = ended(driver, LIMIT_S)
+    assert (code, out, err) == (130, "", "interrupted; nothing was saved\n")
+
+
+@pytest.mark.slow
+def test_a_second_run_has_a_cluster_of_its_own_and_outlives_that_of_the_first(own_folder, tmp_path):
+    words = [*SLOW, PAUSE, "run.steps=40", "launch=ray", "launch.cpus_per_rank=0.1"]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    first = start(folders[0], *words, **own_folder)
+    place = own_folder["RAY_TMPDIR"]
+    address = wait_for(lambda: raylet_of(place), LIMIT_S)
+    Path(place, "ray/ray_current_cluster").write_text(address)  # of all that other tests have
+    wait_for(has_saved(folders[0], 2), LIMIT_S)
+    second = start(folders[1], *words, **own_folder | {"RAY_ADDRESS": ""})
+    codes = [ended(each, LIMIT_S) for each in (first, second)]
+    assert [code for code, *_ in codes] == [0, 0], codes
+    assert "restart" not in codes[1][2], codes

@@ -500,11 +500,41 @@ def test_resources_and_labels_have_the_names_of_the_cluster():
     assert labels == {"a": "b", "c": "d"}
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "nan"])
+def test_a_resource_of_which_a_rank_takes_none_is_refused(number):
+    words = ["task=text", "launch=ray", f"launch.resources.CPU={number}"]
+    with pytest.raises(ConfigError) as error:
+        load_config(words)
+    assert str(error.value) == f"launch.resources.CPU={number}: must be a number above 0"
+
+
+@pytest.mark.parametrize(
+    ("word", "short", "key"),
+    [
+        ("launch.ranks=9", "1 CPU of 2", "launch.cpus_per_rank"),
+        ("launch.gpus_per_rank=1.5", "1.5 GPU of 0", "launch.gpus_per_rank"),
+        ("launch.resources.x=1", "1 x of 0", "launch.resources.x"),
+        ("launch.resources.CPU=8", "8 CPU of 2", "launch.resources.CPU"),
+    ],
+)
+def test_the_resource_that_is_short_and_its_setting_are_named(word, short, key):
+    config = load_config(["task=text", "launch=ray", word]).launch
+    has = {"CPU": 2.0}
+    told = ray_cluster._shortage(config, ray_cluster._needs_of(config, has), has)
+    advice = f"start a Ray cluster, or set a smaller {key}"
+    assert told == f"each rank takes {short}, by {key}; {advice}"
+
+
+MUST = "must be the host and port of the cluster's head, as in node0:6379;"
+
+
 @pytest.mark.parametrize(
     ("address", "line"),
     [
         ("127.0.0.1:1", "no cluster answers there; start it, or leave RAY_ADDRESS out"),
-        ("ray://head:10001", "must be the host and port of the cluster's head, as in node0:6379;"),
+        ("127.0.0.1:99999", "no cluster answers there;"),
+        ("a..b:1", "no cluster answers there;"),
+        *((address, MUST) for address in ("ray://head:10001", "garbage", "local ", "a:1:x")),
     ],
 )
 def test_an_address_without_a_cluster_is_refused_at_once(address, line):

@@ -118,7 +118,7 @@ class LaunchSettings:
     ranks: Annotated[int, limit(min=1)] | list[Annotated[int, limit(min=1)]] | None
     cpus_per_rank: Annotated[float, limit(above=0)]
     gpus_per_rank: Annotated[float | None, limit(min=0)]
-    resources: dict[str, float]
+    resources: dict[str, Annotated[float, limit(above=0)]]
     labels: dict[str, str]
     max_restarts: Annotated[int, limit(min=0)]
     on_failed_job: Literal["continue", "stop"]

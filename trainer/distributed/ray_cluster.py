@@ -24,6 +24,7 @@ POLL_S = 1.0
 PLACED_S = 10.0  # nodes that look free may be full, or leave
 FREED_S = 5.0  # until Ray counts what ranks that have ended leave free
 ANSWER_S = 10.0  # Ray itself waits 2 minutes for its cluster, and then ends this process
+OWN = {"lockstep": "own"}  # the label of a cluster that ends with its run
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -34,7 +35,7 @@ class Cluster:
         self.ray = load_ray()
         is_own = not _join(self.ray)
         if is_own:
-            self.ray.init("local", include_dashboard=False, **QUIET)
+            self.ray.init("local", include_dashboard=False, labels=OWN, **QUIET)
         self._config = config
         self.needs = _needs_of(config, self.ray.cluster_resources())
         self.least, self.most = range_of(config)
@@ -42,11 +43,12 @@ class Cluster:
             self._check_size()
 
     def _check_size(self) -> None:
-        fits = _fits(self.needs, self.ray.cluster_resources())
+        has = self.ray.cluster_resources()
+        fits = _fits(self.needs, has)
         if self.least > fits:
             self.ray.shutdown()
-            raise ConfigError(f"""launch.ranks={self.least}: must be at most {fits} on this machine;
-                start a Ray cluster, or set a smaller launch.cpus_per_rank""")
+            raise ConfigError(f"""launch.ranks={self.least}: must be at most {fits} on this machine:
+                {_shortage(self._config, self.needs, has)}""")
         self.most = min(self.most, fits)
 
     def room(self) -> int:
@@ -123,16 +125,19 @@ def load_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Lockstep sends nothing by itself
     try:
         import ray
+        from ray._private import utils
     except ImportError:
         raise ConfigError(
             "launch=ray: Ray is not installed; pip install 'lockstep-trainer[ray]'"
         ) from None
+    utils.set_sigterm_handler = lambda handler: None  # ray.init would replace ours
     return ray
 
 
 def _join(ray: Any) -> bool:
     """Connect to the cluster of RAY_ADDRESS or of this machine; return False if there is none.
 
+    Another run's own cluster, which Ray finds by its processes, is none, as it ends with that run.
     Raises ConfigError if RAY_ADDRESS does not answer, or the cluster does not take this process.
     """
     address = os.environ.get(ADDRESS, "")
@@ -148,19 +153,23 @@ def _join(ray: Any) -> bool:
     except (RuntimeError, ray.exceptions.RayError) as error:  # such as another version of Ray
         raise ConfigError(f"""launch=ray: the cluster refuses this process: {one_line(error)};
             check that Ray and Python have the versions of the cluster""") from None
+    if address in ("", "auto") and any(_has_labels(n["Labels"], OWN) for n in ray.nodes()):
+        ray.shutdown()
+        return False
     return True
 
 
 def _check_answer(address: str) -> None:
-    if "://" in address:
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (host and port.isascii() and port.isdecimal()):
         raise ConfigError(f"""{ADDRESS}={address}: must be the host and port of the cluster's head,
             as in node0:6379; start the run on a node of the cluster, or by ray job submit""")
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-        except (OSError, OverflowError):
-            raise _no_answer(address) from None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, OverflowError, ValueError):
+        raise _no_answer(address) from None
 
 
 def _no_answer(address: str) -> ConfigError:
@@ -209,6 +218,15 @@ def _needs_of(config: LaunchSettings, has: Mapping[str, float]) -> dict[str, flo
 
 def _fits(needs: Mapping[str, float], has: Mapping[str, float]) -> int:
     return int(min(has.get(name, 0) / number for name, number in needs.items()))
+
+
+def _shortage(config: LaunchSettings, needs: Mapping[str, float], has: Mapping[str, float]) -> str:
+    """Return of which resource there is the least, and the setting that asks for it."""
+    name = min(needs, key=lambda name: has.get(name, 0) / needs[name])
+    own = {"CPU": "launch.cpus_per_rank", "GPU": "launch.gpus_per_rank"}
+    key = f"launch.resources.{name}" if name in config.resources else own[name]
+    taken = f"{needs[name]:g} {name} of {has.get(name, 0):g}"
+    return f"each rank takes {taken}, by {key}; start a Ray cluster, or set a smaller {key}"
 
 
 def describe(config: LaunchSettings) -> dict[str, str]:

@@ -26,7 +26,7 @@ from trainer.config.schema import LaunchSettings
 from trainer.distributed import launchers
 from trainer.distributed.launchers import MARK, MASTER, RANKS
 from trainer.distributed.ray_cluster import POLL_S, Cluster, say
-from trainer.distributed.signals import SIGNALS, check_start
+from trainer.distributed.signals import SIGNALS, check_start, interrupt
 from trainer.process.child import end_with_parent, signals_passed_on
 
 PASSED_ON = ("PYTHONPATH", launchers.SCRIPT)  # Ray's runtime environments have the others
@@ -220,13 +220,14 @@ def launch(config: LaunchSettings, words: Sequence[str], verb: str = "train") ->
     before the ranks have a place.
     """
     check_start(0.0)
-    cluster = Cluster(config)
-    try:
-        asked: list[int] = []
-        with signals_passed_on(SIGNALS, asked.append):
+    asked: list[int] = []
+    with signals_passed_on(SIGNALS, asked.append):
+        with signals_passed_on(SIGNALS, lambda number: interrupt(number, None)):
+            cluster = Cluster(config)  # it takes seconds, and there is nothing to save
+        try:
             return _attempt_until_the_end(cluster, config, [*launchers.words(verb), *words], asked)
-    finally:
-        cluster.ray.shutdown()
+        finally:
+            cluster.ray.shutdown()
 
 
 def _attempt_until_the_end(
