@@ -386,6 +386,7 @@ KNOWN = {
     "made._metadata",  # of a state_dict that is copied
     "tempfile.tempdir",  # restored afterwards
     "mpi4py.rc.thread_level",
+    "utils.set_sigterm_handler",  # of Ray, which would replace our handler of SIGTERM
     "report.has_weight",  # of a report that is being built
     "report.is_stop_requested",
     "report.is_skipped",
