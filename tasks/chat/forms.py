@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import ConfigError
 from trainer.errors import visible
-from trainer.tasks.chat.rows import Flaw
+from trainer.tasks.chat.flaws import Flaw
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMS = {
@@ -18,6 +18,7 @@ FORMS = {
     "text": ("text",),
 }
 PAIRS = ("prompt", "chosen", "rejected")
+COLUMNS = ("messages", "text", "completion", *PAIRS, "tools")
 OF_A_CHAT = "must have messages, prompt and completion, or text"
 OF_A_PAIR = "must have prompt, chosen and rejected"
 MOST_MESSAGES = 1000  # each answer is rendered with all before it
@@ -150,7 +151,6 @@ def _message(given: Any) -> dict[str, Any]:
     role = given["role"]
     if role not in ROLES:
         raise Flaw(f"with the role {role!r:.40}", f"must be one of {', '.join(ROLES)}")
-    # Parquet has null for what only other messages have
     message = {str(key): value for key, value in given.items() if value is not None}
     for value in message.values():
         _check_utf8(value)

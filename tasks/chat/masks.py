@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
+from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.forms import Chat, Example, PlainText
-from trainer.tasks.chat.rows import Flaw
 from trainer.tasks.chat.sealed import SealedTokenizer
 from trainer.tasks.chat.template import ChatTemplate, Span
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from trainer import ConfigError, RunError
 from trainer.shards.cache import default_folder
+from trainer.tasks.chat.flaws import Flaw, Flaws
 from trainer.tasks.chat.forms import Example, check_forms, content_hash
 from trainer.tasks.chat.masks import NAMED, Masked, Masks, Plan
-from trainer.tasks.chat.rows import Flaw, Flaws, Source
+from trainer.tasks.chat.rows import Source
 
 # name of each file and the type of its values: tokens of all sequences after each other, which of
 # them are learned, where each sequence ends, and a hash of the content of each row

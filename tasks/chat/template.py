@@ -12,10 +12,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer import ConfigError
 from trainer.errors import describe, shortened
-from trainer.tasks.chat.rows import Flaw
+from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.sealed import SealedTokenizer
 
-FORMAT = 1  # of tokens and masks: another one makes them again
+FORMAT = 2  # of tokens and masks: another one makes them again
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that ask for the date get one day, else the tokens of a chat would change every day.
 ONE_DAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"

@@ -353,6 +353,59 @@ def test_formats_of_files_give_the_same_rows(tmp_path):
     assert all(each == found[0] for each in found) and len(found[0]) == 7
 
 
+CALLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>'"
+    " + m.role + '\n' + m.content }}{{ (m.tool_calls or []) | tojson }}{{ '<|im_end|>' }}"
+    "{% endfor %}" + OPENS
+)
+
+
+def test_calls_of_tools_in_parquet_are_those_in_json_lines(tmp_path):
+    """Parquet gives each struct the fields of all rows, as nulls."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = []
+    for name, kind in (("city", "string"), ("amount", "number")):
+        call = {"function": {"name": f"of_{name}", "arguments": {name: "1"}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool = {"name": f"of_{name}", "parameters": {name: {"type": kind}}}
+        rows.append({"messages": [*said("two"), answer], "tools": [tool]})
+    lines = write(tmp_path / "a.jsonl", *rows)
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "b.parquet")
+    (tmp_path / "shards").mkdir()
+    os.link(tmp_path / "b.parquet", tmp_path / "shards/b.parquet")
+    assert shards(["index", str(tmp_path / "shards")]) == 0
+    tokenizer = build_tokenizer(template=CALLS)
+    found = []
+    for data in (lines, str(tmp_path / "b.parquet"), str(tmp_path / "shards")):
+        Chats(data, tokenizer, 999, eval=0).prepare()
+        found.append(content(Chats(data, tokenizer, 999, eval=0).open("train")))
+    assert found[0] == found[1] == found[2] and "null" not in tokenizer.decode(found[0][0])
+
+
+def test_columns_of_parquet_that_cannot_be_converted_are_refused_only_if_chats_have_them(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    text = pyarrow.array(["two", "four"])
+    late = pyarrow.array([2**62, 0], pyarrow.timestamp("us"))
+    parquet.write_table(pyarrow.table([text, late, late], names=["text", "at", "at"]), path)
+    Chats(str(path), SHARED, 64, eval=0).prepare()
+    for columns, problem in (
+        ({"text": late}, "1 row whose column text cannot be converted .*must be strings, lists"),
+        ([text, text], "a.parquet cannot be read .it has 2 columns named text.; write the file"),
+        ({"texts": text, "at": late}, "2 rows without such columns: texts, at .the first"),
+    ):
+        names = None if isinstance(columns, dict) else ["text", "text"]
+        parquet.write_table(pyarrow.table(columns, names=names), path)
+        with pytest.raises(ConfigError, match=f"^task.options.data={path}: .*{problem}") as error:
+            Chats(str(path), SHARED, 64, eval=0).prepare()
+        assert "\n" not in str(error.value)
+
+
 def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
     one = write(tmp_path / "one.jsonl", *rows_of(200))
     other = write(tmp_path / "other.jsonl", *rows_of(200)[::-1])
