@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from datetime import datetime
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,8 +19,14 @@ from trainer.tasks.chat.sealed import SealedTokenizer
 FORMAT = 2  # of tokens and masks: another one makes them again
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that ask for the date get one day, else the tokens of a chat would change every day.
-ONE_DAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
-PROBE = [{"role": "user", "content": "a1b2"}, {"role": "assistant", "content": "c3d4"}]
+# Values of a call must be plain, so it is a macro, which replaces what strftime would.
+DIRECTIVES = ("-d", "-m", "-H", "-I", *"aAbBcdeDFHIjmMpSTuUwWxXyYZ")
+ONE_DAY = "{% macro strftime_now(format='%d %b %Y') %}{{ format" + "".join(
+    f"|replace('%{each}', '{datetime(2024, 7, 26).strftime(f'%{each}')}')" for each in DIRECTIVES
+)
+ONE_DAY += " }}{% endmacro %}"
+ASKED, ANSWERED = "7305918264", "8264017395"  # digits: no filter of a template changes their case
+PROBE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
 MOST_SHOWN = 120  # characters of what a template raises
 
 Span = tuple[int, int]
@@ -68,7 +75,8 @@ class ChatTemplate:
             sealed, _ = self.render(PROBE, {})
         except Flaw:
             return None
-        after = self._sealed.marks(sealed.rpartition("c3d4")[2])
+        _, found, rest = sealed.rpartition(ANSWERED)
+        after = self._sealed.marks(rest) if found else []
         return after[0] if after else None
 
 

@@ -178,6 +178,24 @@ def test_an_answer_that_the_template_leaves_out_is_named(tmp_path):
     assert describe(data, SHARED)[-1] == f"warning: task.options.data: {warning}"
 
 
+def test_the_date_of_a_template_is_one_day_in_the_form_it_asks_for(tmp_path):
+    for form, day in (("%Y-%m-%d", "2024-07-26"), ("%d %b %Y", "26 Jul 2024")):
+        tokenizer = build_tokenizer(template=f"{{{{ strftime_now('{form}') }}}} " + CHATML)
+        data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=tokenizer)
+        assert shown(data, tokenizer).startswith(day + " <|im_start|>user")
+
+
+def test_the_stop_token_of_a_template_follows_the_answer(tmp_path):
+    upper = build_tokenizer(template=CHATML.replace("m.content", "m.content | upper"))
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=upper)
+    assert data.stop == upper.convert_tokens_to_ids("<|im_end|>")
+    without = CHATML.replace("m.content", "('' if m.role == 'assistant' else m.content)")
+    data = opened(
+        tmp_path, {"messages": said("two", "four")}, tokenizer=build_tokenizer(template=without)
+    )
+    assert data.stop is None
+
+
 def test_a_template_that_is_not_prefix_stable_is_refused_or_named(tmp_path):
     last = TURNS.replace("m.content +", "m.content + ('!' if loop.last else '') +")
     chat = {"messages": said("two", "four", "two", "four")}
