@@ -109,7 +109,7 @@ class Masks:
         for number in range(first, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            before, _ = self.template.render(messages[:number], options, opens=True)
+            before = self.template.before_answer(messages[:number], options, sealed)
             if not sealed.startswith(before):
                 raise Flaw("of which the template renders the first messages otherwise alone", MARK)
             is_last = number + 1 == len(messages)

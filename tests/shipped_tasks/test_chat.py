@@ -196,6 +196,39 @@ def test_the_stop_token_of_a_template_follows_the_answer(tmp_path):
     assert data.stop is None
 
 
+def test_the_header_of_an_answer_is_not_learned_without_a_generation_prompt(tmp_path):
+    chat = {"messages": said("two", "four", "two", "four")}
+    found = []
+    for template in (CHATML, CHATML.removesuffix(OPENS)):
+        tokenizer = build_tokenizer(template=template)
+        found.append(shown(opened(tmp_path, chat, tokenizer=tokenizer), tokenizer))
+    assert found[0] == found[1]
+    bare = build_tokenizer(template="{% for m in messages %}{{ '<s>' + m.content }} {% endfor %}")
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=bare)
+    assert shown(data, bare) == "<s>two <s>[[four ]]"
+
+
+def test_a_template_that_takes_parts_only_is_given_parts(tmp_path):
+    text = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    turn = CHATML.replace(" + m.content + ", " }}" + text + "{{ ")
+    tokenizer = build_tokenizer(template=turn)
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=tokenizer)
+    assert shown(data, tokenizer) == shown(opened(tmp_path, {"messages": said("two", "four")}))
+    assert data.stop == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    blank = build_tokenizer(template=CHATML.replace("m.content", "'two'"))
+    assert refused(tmp_path, GOOD, GOOD, tokenizer=blank) == (
+        "2 rows whose user's turns the chat template leaves out (the first is chat.jsonl:1); "
+        "take a model with another template"
+    )
+
+
+def test_templates_with_names_but_no_default_are_named(tmp_path):
+    tokenizer = build_tokenizer(template={"rag": CHATML, "tool_use": CHATML})
+    opened(tmp_path, {"text": "two"}, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="has the chat templates rag, tool_use, but none"):
+        opened(tmp_path, GOOD, tokenizer=tokenizer)
+
+
 def test_a_template_that_is_not_prefix_stable_is_refused_or_named(tmp_path):
     last = TURNS.replace("m.content +", "m.content + ('!' if loop.last else '') +")
     chat = {"messages": said("two", "four", "two", "four")}
