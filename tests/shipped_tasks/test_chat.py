@@ -325,6 +325,9 @@ FLAWS = {
     ],
     "has rows of 2 forms, messages (chat.jsonl:1) and text (chat.jsonl:2); "
     "must be of one form; write two files": [{"text": "two"}],
+    "1 row nested too deeply (chat.jsonl:2); must be messages of a chat, of at most 100 levels": [
+        json.dumps(GOOD)[:-1] + ', "tools": ' + '[{"a": ' * 300 + "1" + "}]" * 300 + "}"
+    ],
     "1 row not JSON (chat.jsonl:2); each line must be one JSON object": ["{two"],
     "1 row not in UTF-8 (half a surrogate pair) (chat.jsonl:2); write the character again": [
         '{"text": "\\ud800"}'
@@ -551,6 +554,29 @@ def test_pairs_that_cannot_be_used_are_refused_by_a_line(tmp_path):
         (same | {"rejected": 1}, "1 row with a int as rejected (chat.jsonl:1); must be a string"),
     ):
         assert refused(tmp_path, row, tokenizer=SHARED, kind=PAIRS).startswith(text)
+
+
+def test_pairs_that_differ_only_after_the_cut_are_left_out(tmp_path):
+    late = {"prompt": "two", "chosen": "four " * 99 + "say", "rejected": "four " * 99 + "is"}
+    data = pairs(tmp_path, late, late | {"rejected": "say"})
+    assert len(data) == 1
+    left_out = "left out: task.options.context ends before its answers differ"
+    warning = f"warning: task.options.data: 1 of 2 rows: {left_out}"
+    assert describe(data, SHARED)[-1] == warning
+    assert refused(tmp_path, late, late, tokenizer=SHARED, kind=PAIRS) == (
+        f"all of 2 rows are {left_out}; must have at least 1 row"
+    )
+
+
+def test_texts_and_messages_in_one_file_are_refused(tmp_path):
+    """They have different stop tokens."""
+    plain = {"prompt": "two", "completion": "four", "chosen": "four", "rejected": "say"}
+    chats = {name: said("", text)[name != "prompt" :][:1] for name, text in plain.items()}
+    for form, options in (("prompt and completion", {}), ("pairs", {"kind": PAIRS})):
+        assert refused(tmp_path, plain, chats, tokenizer=SHARED, **options) == (
+            f"has rows of 2 forms, {form} (chat.jsonl:1) and {form} of messages (chat.jsonl:2); "
+            "must be of one form; write two files"
+        )
 
 
 def test_masks_of_a_row_do_not_depend_on_its_batch():
