@@ -31,7 +31,7 @@ from trainer.tasks.hub import (
     snapshot,
 )
 from trainer.tasks.lora import adapt, in_one_line
-from trainer.tasks.repository import Source, check, check_loaded
+from trainer.tasks.repository import Source, check, check_kind, check_loaded
 
 KEY = "task.options.model"
 # of a config, beside settings of generation: what decides no output
@@ -107,6 +107,7 @@ def load_model(
     it is refused.
     """
     source = find(name, key)
+    check_kind(source, kind, f"{key}={name}")
     transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
     with _quiet(source), in_one_line(f"{key}={name}: {kind} cannot load it"):
         model, report = getattr(transformers, kind).from_pretrained(
