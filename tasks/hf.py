@@ -122,6 +122,7 @@ def load_model(
         _make_ordinary(model)
     model.config._name_or_path = model.name_or_path = name.partition("@")[0]
     model.config._commit_hash = source.revision
+    model.digest = digest_config(model.config)
     model.new_modules = check_loaded(model, kind, report, f"{key}={name}", say)
     return model
 

@@ -233,6 +233,17 @@ def change(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_the_digest_of_a_model_follows_what_decides_its_outputs(copied):
+    def digest():
+        return hf.load_model("AutoModelForCausalLM", str(copied)).digest
+
+    first = digest()
+    change(copied, transformers_version="6", dtype="bfloat16", use_cache=False, temperature=0.5)
+    assert digest() == first
+    change(copied, rope_parameters={"rope_theta": 50.0, "rope_type": "default"})
+    assert digest() != first
+
+
 def test_a_kernel_of_the_hub_is_refused(copied):
     change(copied, attn_implementation="evil/kernel")
     assert "it wants a kernel of the hub to be run" in refusal(hf.find, str(copied))
