@@ -94,6 +94,8 @@ class DPO(lm.LM):
         options = self.options
         made: list[Any] = [pairs.digest, transformers.__version__]
         if options.model:
+            config = hf.load_config(options.model)
+            made += [hf.digest_config(config), str(config.dtype) if options.lora else ""]
             files = sorted(hf.find(options.model).folder.resolve().glob("*.safetensors"))
             made += [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
         else:

@@ -6,6 +6,7 @@ and weights in pickles, which are programs, are never opened.
 """
 
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -30,13 +31,16 @@ from trainer.tasks.hub import (
     snapshot,
 )
 from trainer.tasks.lora import adapt, in_one_line
-from trainer.tasks.repository import Source, check, check_loaded
+from trainer.tasks.repository import Source, check, check_kind, check_loaded
 
 KEY = "task.options.model"
+# of a config, beside settings of generation: what decides no output
+OF_NO_OUTPUT = ("architectures", "dtype", "id2label", "label2id", "return_dict", "torch_dtype")
 __all__ = [
     "Source",
     "adapt",
     "blocks_of",
+    "digest_config",
     "fetch",
     "find",
     "load_config",
@@ -103,6 +107,7 @@ def load_model(
     it is refused.
     """
     source = find(name, key)
+    check_kind(source, kind, f"{key}={name}")
     transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
     with _quiet(source), in_one_line(f"{key}={name}: {kind} cannot load it"):
         model, report = getattr(transformers, kind).from_pretrained(
@@ -117,6 +122,7 @@ def load_model(
         _make_ordinary(model)
     model.config._name_or_path = model.name_or_path = name.partition("@")[0]
     model.config._commit_hash = source.revision
+    model.digest = digest_config(model.config)
     model.new_modules = check_loaded(model, kind, report, f"{key}={name}", say)
     return model
 
@@ -141,6 +147,21 @@ def load_config(name: str, key: str = KEY, **options: Any) -> Any:
         in_one_line(f"{key}={name}: has no config that can be loaded"),
     ):
         return transformers.AutoConfig.from_pretrained(source.folder, **_place(source), **options)
+
+
+def digest_config(config: Any) -> str:
+    """Return a digest of what decides outputs in a config of transformers, defaults included."""
+    transformers = import_packages("transformers")
+    left_out = {*transformers.GenerationConfig().to_dict(), *OF_NO_OUTPUT}
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        names = (each for each in value if each not in left_out and not str(each).startswith("_"))
+        return {str(name): kept(value[name]) for name in names}
+
+    content = json.dumps(kept(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ TASKS = {  # of peft, by the end of the model's class
     "ForTokenClassification": "TOKEN_CLS",
 }
 ALL_LINEAR = "all-linear"
+ADAPTED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, _ConvNd)  # by peft, and Conv1D
 
 
 def adapt(
@@ -35,11 +36,11 @@ def adapt(
     """Return the model of peft with LoRA on `targets`; all its other weights are frozen.
 
     `targets` are "all-linear" (each linear layer but the last), names of layers such as "q_proj",
-    or one regular expression for whole names. `trained` names modules that are trained as they are:
-    by default the head of a classifier and what `load_model` found no weights for. `alpha` divided
-    by the rank scales what LoRA adds; by default it is twice the rank. Adapters are float32
-    whatever the dtype of the model is, and are drawn from torch's generator: in `build_model` each
-    rank draws the same ones.
+    one such name, or one regular expression for whole names. `trained` names modules that are
+    trained as they are: by default the head of a classifier and what `load_model` found no weights
+    for. `alpha` divided by the rank scales what LoRA adds; by default it is twice the rank.
+    Adapters are float32 whatever the dtype of the model is, and are drawn from torch's generator:
+    in `build_model` each rank draws the same ones.
     """
     peft = import_packages("peft")
     heads = _heads(model) if trained is None else list(trained)
@@ -104,21 +105,38 @@ def _targets(
         _check_experts(model, found, key)
         return found
     names = _names(model)
+    found = []
     if isinstance(targets, str):
         try:
             found = [name for name in names if re.fullmatch(targets, name)]
         except re.error as error:
             raise ConfigError(f"{key}: targets={targets} is no pattern ({error})") from None
-        absent = [] if found else [targets]
-    else:
-        found = [name for name in names if any(_ends(name, target) for target in targets)]
-        absent = [each for each in targets if not any(_ends(name, each) for name in names)]
-    if absent:
-        known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
-        close = did_you_mean(absent[0], known)
-        raise ConfigError(f"""{key}: targets={absent[0]} matches no layer of
-            {type(model).__name__}{close or f"; it has {', '.join(known)}"}""")
+        targets = [targets]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    found = found or _find_named(model, targets, known, key)
+    for name in found:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, ADAPTED) and type(layer).__name__ != "Conv1D":
+            raise ConfigError(f"""{key}: targets has {name}, a {type(layer).__name__}, which LoRA
+                cannot adapt; name layers with a matrix, such as {", ".join(known)}""")
     return found
+
+
+def _find_named(
+    model: nn.Module, targets: Sequence[str], known: Sequence[str], key: str
+) -> list[str]:
+    """Return the whole names of the layers whose names end with one of `targets`."""
+    shown = ", ".join(known)
+    if not targets:
+        raise ConfigError(f"""{key}: targets=[] names no layer; name some of {shown},
+            or set {ALL_LINEAR}""")
+    names = _names(model)
+    for target in targets:
+        if not any(_ends(name, target) for name in names):
+            close = did_you_mean(target, known) or f"; it has {shown}"
+            kind = type(model).__name__
+            raise ConfigError(f"{key}: targets={target} matches no layer of {kind}{close}")
+    return [name for name in names if any(_ends(name, target) for target in targets)]
 
 
 def _check_experts(model: nn.Module, linear: Sequence[str], key: str) -> None:

@@ -57,6 +57,18 @@ def check(source: Source, given: str) -> None:
     _check_weights(source, files, given)
 
 
+def check_kind(source: Source, kind: str, given: str) -> None:
+    """Refuse an encoder-decoder where a decoder is wanted: half of it would be loaded, or none."""
+    path = source.folder / "config.json"
+    if kind != "AutoModelForCausalLM" or source.gguf or not path.is_file():
+        return
+    config = _read(path, given)
+    if config.get("is_encoder_decoder"):
+        family = config.get("model_type")
+        raise ConfigError(f"""{given}: is an encoder-decoder (model_type={family}); must be a
+            decoder-only model, such as a Llama or a Qwen, which {kind} loads whole""")
+
+
 def _read(path: Path, given: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import ConfigError
 from trainer.errors import visible
-from trainer.tasks.chat.rows import Flaw
+from trainer.tasks.chat.flaws import Flaw, check_value
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMS = {
@@ -18,6 +18,8 @@ FORMS = {
     "text": ("text",),
 }
 PAIRS = ("prompt", "chosen", "rejected")
+COLUMNS = ("messages", "text", "completion", *PAIRS, "tools")
+OF_MESSAGES = " of messages"
 OF_A_CHAT = "must have messages, prompt and completion, or text"
 OF_A_PAIR = "must have prompt, chosen and rejected"
 MOST_MESSAGES = 1000  # each answer is rendered with all before it
@@ -58,7 +60,8 @@ def read_chat(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
         return form, [Chat(_messages(row["messages"], form), 0, _options(row))]
     if form == "text":
         return form, [PlainText("", _text(row["text"], form))]
-    return form, [_joined(row["prompt"], row["completion"], "completion", _options(row))]
+    made = _joined(row["prompt"], row["completion"], "completion", _options(row))
+    return form + OF_MESSAGES * isinstance(made, Chat), [made]
 
 
 def read_pair(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
@@ -73,7 +76,7 @@ def read_pair(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
         raise Flaw("with equal chosen and rejected", "must be two different answers; remove it")
     answers = (("chosen", chosen), ("rejected", rejected))
     made = [_joined(prompt, answer, name, _options(row)) for name, answer in answers]
-    return "pairs", made
+    return "pairs" + OF_MESSAGES * isinstance(made[0], Chat), made
 
 
 def check_forms(forms: Mapping[str, str], given: str) -> None:
@@ -125,7 +128,7 @@ def _options(row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Flaw(f"with a {_type(tools)} as tools", "must be a list of JSON schemas")
-    _check_utf8(tools)
+    check_value(tools)
     return {"tools": tools}
 
 
@@ -150,10 +153,9 @@ def _message(given: Any) -> dict[str, Any]:
     role = given["role"]
     if role not in ROLES:
         raise Flaw(f"with the role {role!r:.40}", f"must be one of {', '.join(ROLES)}")
-    # Parquet has null for what only other messages have
     message = {str(key): value for key, value in given.items() if value is not None}
     for value in message.values():
-        _check_utf8(value)
+        check_value(value)
     content = _content(message.get("content"), role, "tool_calls" in message)
     if role == "assistant" and not content.strip() and "tool_calls" not in message:
         raise Flaw("with an empty answer", "write the answer, or remove it")
@@ -192,21 +194,8 @@ def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
         raise Flaw(f"with a {_type(given)} as {name}", "must be a string")
     if not given.strip() and not may_be_empty:
         raise Flaw(f"with an empty {name}", "write it, or remove it")
-    _check_utf8(given)
+    check_value(given)
     return given
-
-
-def _check_utf8(value: Any) -> None:
-    """Raise Flaw for half a surrogate pair, which JSON can write and UTF-8 cannot."""
-    try:
-        if isinstance(value, str):
-            value.encode()
-        else:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        raise Flaw("not in UTF-8 (half a surrogate pair)", "write the character again") from None
-    except (ValueError, RecursionError):
-        raise Flaw("nested too deeply", "must be messages of a chat") from None
 
 
 def _type(value: Any) -> str:

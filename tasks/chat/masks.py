@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
+from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.forms import Chat, Example, PlainText
-from trainer.tasks.chat.rows import Flaw
 from trainer.tasks.chat.sealed import SealedTokenizer
 from trainer.tasks.chat.template import ChatTemplate, Span
 
@@ -109,7 +109,7 @@ class Masks:
         for number in range(first, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            before, _ = self.template.render(messages[:number], options, opens=True)
+            before = self.template.before_answer(messages[:number], options, sealed)
             if not sealed.startswith(before):
                 raise Flaw("of which the template renders the first messages otherwise alone", MARK)
             is_last = number + 1 == len(messages)

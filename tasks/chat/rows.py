@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +16,16 @@ from trainer import ConfigError, ShardedDataset
 from trainer.config.plain_files import hash_rest
 from trainer.errors import did_you_mean, one_line, visible
 from trainer.shards.cache import default_folder
+from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.library import describe_functions
+from trainer.tasks.chat.parquet import read_parquet, without_nulls
 from trainer.tasks.hub import siblings
 from trainer.tasks.text import read_library
 
 MOST_BYTES = 2**21  # of a row: while tokens are made, up to 250 bytes are needed for a character
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 INDEXES = ("lockstep.index", "index.json")  # of a folder of shards
-BATCH = 256  # rows of Parquet that are Python's at the same time
 UNREADABLE = (OSError, EOFError, zlib.error)
-
-
-class Flaw(ValueError):
-    """Why a row cannot be used: words that follow "3 rows", and what to do."""
-
-    def __init__(self, what: str, advice: str):
-        super().__init__(what, advice)
-        self.what = what
-        self.advice = advice
-
-
-@dataclass
-class Flaws:
-    """The flaws of a data set: how many rows have each, and where the first of them is."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, tuple[str, str]] = field(default_factory=dict)  # place and advice
-
-    def add(self, place: str, flaw: Flaw) -> None:
-        self.counts[flaw.what] += 1
-        self.first.setdefault(flaw.what, (place, flaw.advice))
-
-    def refuse(self, given: str) -> None:
-        """Raise ConfigError if there is one. `given` is the setting and its value."""
-        if not self.counts:
-            return
-        what, (place, advice) = next(iter(self.first.items()))
-        count = self.counts[what]
-        others = self.counts.total() - count
-        more = f"; {others:,} more have other flaws" if others else ""
-        where = visible(place) if count == 1 else f"the first is {visible(place)}"
-        rows = f"{count:,} row{'s' * (count > 1)}"
-        raise ConfigError(f"{given}: {rows} {visible(what)} ({where}); {visible(advice)}{more}")
 
 
 Found = Iterator[tuple[str, "dict[str, Any] | Flaw"]]  # the place of each row, and its values
@@ -153,7 +120,7 @@ def _unreadable(given: str, path: Path, error: Exception) -> ConfigError:
 
 def _read_files(paths: Iterable[Path], given: str) -> Found:
     for path in paths:
-        read = _read_parquet if path.name.endswith(".parquet") else _read_lines
+        read = read_parquet if path.name.endswith(".parquet") else _read_lines
         try:
             yield from read(path)
         except UNREADABLE as error:
@@ -187,37 +154,13 @@ def _parse(line: bytes) -> dict[str, Any] | Flaw:
     return row
 
 
-def _read_parquet(path: Path) -> Found:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        advice = 'pip install "lockstep-trainer[parquet]"'
-        raise ConfigError(f"Parquet files need pyarrow; {advice}") from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(BATCH):
-                for row in range(len(batch)):
-                    number += 1
-                    yield f"{path} row {number}", _take(batch, row)
-    except pyarrow.ArrowException as error:
-        raise OSError(one_line(error)) from None
-
-
-def _take(batch: Any, row: int) -> dict[str, Any] | Flaw:
-    try:
-        (found,) = batch.slice(row, 1).to_pylist()
-    except UnicodeDecodeError:
-        return Flaw("not in UTF-8", "convert the file to UTF-8")
-    return dict(found)
-
-
 def _read_shards(shards: ShardedDataset, data: str) -> Found:
     for index in range(len(shards)):
         row = shards[index]
         if isinstance(row, Mapping) and isinstance(row.get("json"), Mapping):
             row = row["json"]  # of a tar file
+        else:
+            row = without_nulls(row)  # of Parquet
         is_row = isinstance(row, Mapping)
         flaw = Flaw(f"of type {type(row).__name__}", "a shard must hold rows with names")
         yield f"{data} row {index + 1}", dict(row) if is_row else flaw

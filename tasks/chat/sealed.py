@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from trainer import ConfigError
-from trainer.tasks.chat.rows import Flaw
+from trainer.tasks.chat.flaws import Flaw
 
 
 class SealedTokenizer:

@@ -15,9 +15,10 @@ import numpy as np
 
 from trainer import ConfigError, RunError
 from trainer.shards.cache import default_folder
+from trainer.tasks.chat.flaws import Flaw, Flaws
 from trainer.tasks.chat.forms import Example, check_forms, content_hash
 from trainer.tasks.chat.masks import NAMED, Masked, Masks, Plan
-from trainer.tasks.chat.rows import Flaw, Flaws, Source
+from trainer.tasks.chat.rows import Source
 
 # name of each file and the type of its values: tokens of all sequences after each other, which of
 # them are learned, where each sequence ends, and a hash of the content of each row
@@ -26,6 +27,7 @@ FACTS = "facts.json"
 MOST_ROWS = 1000  # that are encoded together
 MOST_CHARACTERS = 2**21
 LEFT_OUT = "left out: task.options.context ends before the answer begins"
+EQUAL = "left out: task.options.context ends before its answers differ"
 ADVICE = "set LOCKSTEP_CACHE to a folder with room"
 
 Read = Callable[[Mapping[str, Any]], tuple[str, list[Example]]]
@@ -157,9 +159,10 @@ class _Writer:
         self._flaws.refuse(given)
         if not self._sums["sequences"]:
             rows = self._sums["rows"]
-            problem = f"all of {rows:,} rows are {LEFT_OUT}" if rows else "has no rows"
+            why = max(LEFT_OUT, EQUAL, key=self._named.__getitem__)
+            problem = f"all of {rows:,} rows are {why}" if rows else "has no rows"
             raise ConfigError(f"{given}: {problem}; must have at least 1 row")
-        named = {fact: self._named[fact] for fact in (*NAMED, LEFT_OUT) if self._named[fact]}
+        named = {fact: self._named[fact] for fact in (*NAMED, LEFT_OUT, EQUAL) if self._named[fact]}
         names = ("rows", "sequences", "tokens", "learned", "stops")
         facts = {name: self._sums[name] for name in names}
         return facts | {"named": named, "stop": self._stop, "empty_files": source.empty}
@@ -190,6 +193,9 @@ class _Writer:
         self._named.update({fact for each in sequences for fact in each.facts})
         if not all(each.learned.any() for each in sequences):
             self._named[LEFT_OUT] += 1
+            return
+        if len({each.tokens.tobytes() for each in sequences}) < len(sequences):
+            self._named[EQUAL] += 1
             return
         for each in sequences:
             self._sums["tokens"] += len(each.tokens)

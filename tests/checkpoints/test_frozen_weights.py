@@ -154,6 +154,35 @@ def test_another_base_is_refused_by_resume_evaluation_and_init_from(trained, tmp
     assert f"init_from={directory}: its checkpoint does not hold position, which did not" in told
 
 
+class Configured(Adapted):
+    """The same model, which says what decides its outputs beside weights."""
+
+    config_of_base = "rope_theta 10000"
+
+    def build_model(self):
+        model = super().build_model()
+        model.digest = self.config_of_base
+        return model
+
+
+class OtherConfig(Configured):
+    config_of_base = "rope_theta 50"
+
+
+def test_equal_weights_with_another_config_are_refused(trained, tmp_path):
+    first = run(tmp_path, "single", task=Configured)
+    resume = ["run.steps=5", "run.resume=auto"]
+    told = refusal(tmp_path, "single", *resume, task=OtherConfig)
+    assert "digests only: the config of the model was uint8 with digest " in told
+    run(tmp_path, "fsdp 2", *resume, task=Configured)
+    shutil.copytree(trained, tmp_path / "older" / "run")
+    run(
+        tmp_path / "older", "single", *resume, "run.ema_decay=0.5", task=Configured
+    )  # its checkpoint has no digest
+    fresh = [f"run.init_from={first['directory']}", "run.name=fresh"]
+    run(tmp_path, "single", *fresh, task=OtherConfig)
+
+
 @pytest.mark.slow
 def test_what_a_run_unfreezes_is_compared_too(trained, tmp_path):
     words = [f"run.init_from={trained}", "optim.lr=0.0"]

@@ -178,6 +178,57 @@ def test_an_answer_that_the_template_leaves_out_is_named(tmp_path):
     assert describe(data, SHARED)[-1] == f"warning: task.options.data: {warning}"
 
 
+def test_the_date_of_a_template_is_one_day_in_the_form_it_asks_for(tmp_path):
+    for form, day in (("%Y-%m-%d", "2024-07-26"), ("%d %b %Y", "26 Jul 2024")):
+        tokenizer = build_tokenizer(template=f"{{{{ strftime_now('{form}') }}}} " + CHATML)
+        data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=tokenizer)
+        assert shown(data, tokenizer).startswith(day + " <|im_start|>user")
+
+
+def test_the_stop_token_of_a_template_follows_the_answer(tmp_path):
+    upper = build_tokenizer(template=CHATML.replace("m.content", "m.content | upper"))
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=upper)
+    assert data.stop == upper.convert_tokens_to_ids("<|im_end|>")
+    without = CHATML.replace("m.content", "('' if m.role == 'assistant' else m.content)")
+    data = opened(
+        tmp_path, {"messages": said("two", "four")}, tokenizer=build_tokenizer(template=without)
+    )
+    assert data.stop is None
+
+
+def test_the_header_of_an_answer_is_not_learned_without_a_generation_prompt(tmp_path):
+    chat = {"messages": said("two", "four", "two", "four")}
+    found = []
+    for template in (CHATML, CHATML.removesuffix(OPENS)):
+        tokenizer = build_tokenizer(template=template)
+        found.append(shown(opened(tmp_path, chat, tokenizer=tokenizer), tokenizer))
+    assert found[0] == found[1]
+    bare = build_tokenizer(template="{% for m in messages %}{{ '<s>' + m.content }} {% endfor %}")
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=bare)
+    assert shown(data, bare) == "<s>two <s>[[four ]]"
+
+
+def test_a_template_that_takes_parts_only_is_given_parts(tmp_path):
+    text = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    turn = CHATML.replace(" + m.content + ", " }}" + text + "{{ ")
+    tokenizer = build_tokenizer(template=turn)
+    data = opened(tmp_path, {"messages": said("two", "four")}, tokenizer=tokenizer)
+    assert shown(data, tokenizer) == shown(opened(tmp_path, {"messages": said("two", "four")}))
+    assert data.stop == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    blank = build_tokenizer(template=CHATML.replace("m.content", "'two'"))
+    assert refused(tmp_path, GOOD, GOOD, tokenizer=blank) == (
+        "2 rows whose user's turns the chat template leaves out (the first is chat.jsonl:1); "
+        "take a model with another template"
+    )
+
+
+def test_templates_with_names_but_no_default_are_named(tmp_path):
+    tokenizer = build_tokenizer(template={"rag": CHATML, "tool_use": CHATML})
+    opened(tmp_path, {"text": "two"}, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="has the chat templates rag, tool_use, but none"):
+        opened(tmp_path, GOOD, tokenizer=tokenizer)
+
+
 def test_a_template_that_is_not_prefix_stable_is_refused_or_named(tmp_path):
     last = TURNS.replace("m.content +", "m.content + ('!' if loop.last else '') +")
     chat = {"messages": said("two", "four", "two", "four")}
@@ -274,6 +325,9 @@ FLAWS = {
     ],
     "has rows of 2 forms, messages (chat.jsonl:1) and text (chat.jsonl:2); "
     "must be of one form; write two files": [{"text": "two"}],
+    "1 row nested too deeply (chat.jsonl:2); must be messages of a chat, of at most 100 levels": [
+        json.dumps(GOOD)[:-1] + ', "tools": ' + '[{"a": ' * 300 + "1" + "}]" * 300 + "}"
+    ],
     "1 row not JSON (chat.jsonl:2); each line must be one JSON object": ["{two"],
     "1 row not in UTF-8 (half a surrogate pair) (chat.jsonl:2); write the character again": [
         '{"text": "\\ud800"}'
@@ -351,6 +405,59 @@ def test_formats_of_files_give_the_same_rows(tmp_path):
         held = Chats(str(tmp_path / name), SHARED, 64, eval=lines).open("eval")
         assert content(held) == found[0]
     assert all(each == found[0] for each in found) and len(found[0]) == 7
+
+
+CALLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>'"
+    " + m.role + '\n' + m.content }}{{ (m.tool_calls or []) | tojson }}{{ '<|im_end|>' }}"
+    "{% endfor %}" + OPENS
+)
+
+
+def test_calls_of_tools_in_parquet_are_those_in_json_lines(tmp_path):
+    """Parquet gives each struct the fields of all rows, as nulls."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = []
+    for name, kind in (("city", "string"), ("amount", "number")):
+        call = {"function": {"name": f"of_{name}", "arguments": {name: "1"}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool = {"name": f"of_{name}", "parameters": {name: {"type": kind}}}
+        rows.append({"messages": [*said("two"), answer], "tools": [tool]})
+    lines = write(tmp_path / "a.jsonl", *rows)
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "b.parquet")
+    (tmp_path / "shards").mkdir()
+    os.link(tmp_path / "b.parquet", tmp_path / "shards/b.parquet")
+    assert shards(["index", str(tmp_path / "shards")]) == 0
+    tokenizer = build_tokenizer(template=CALLS)
+    found = []
+    for data in (lines, str(tmp_path / "b.parquet"), str(tmp_path / "shards")):
+        Chats(data, tokenizer, 999, eval=0).prepare()
+        found.append(content(Chats(data, tokenizer, 999, eval=0).open("train")))
+    assert found[0] == found[1] == found[2] and "null" not in tokenizer.decode(found[0][0])
+
+
+def test_columns_of_parquet_that_cannot_be_converted_are_refused_only_if_chats_have_them(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    text = pyarrow.array(["two", "four"])
+    late = pyarrow.array([2**62, 0], pyarrow.timestamp("us"))
+    parquet.write_table(pyarrow.table([text, late, late], names=["text", "at", "at"]), path)
+    Chats(str(path), SHARED, 64, eval=0).prepare()
+    for columns, problem in (
+        ({"text": late}, "1 row whose column text cannot be converted .*must be strings, lists"),
+        ([text, text], "a.parquet cannot be read .it has 2 columns named text.; write the file"),
+        ({"texts": text, "at": late}, "2 rows without such columns: texts, at .the first"),
+    ):
+        names = None if isinstance(columns, dict) else ["text", "text"]
+        parquet.write_table(pyarrow.table(columns, names=names), path)
+        with pytest.raises(ConfigError, match=f"^task.options.data={path}: .*{problem}") as error:
+            Chats(str(path), SHARED, 64, eval=0).prepare()
+        assert "\n" not in str(error.value)
 
 
 def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
@@ -447,6 +554,29 @@ def test_pairs_that_cannot_be_used_are_refused_by_a_line(tmp_path):
         (same | {"rejected": 1}, "1 row with a int as rejected (chat.jsonl:1); must be a string"),
     ):
         assert refused(tmp_path, row, tokenizer=SHARED, kind=PAIRS).startswith(text)
+
+
+def test_pairs_that_differ_only_after_the_cut_are_left_out(tmp_path):
+    late = {"prompt": "two", "chosen": "four " * 99 + "say", "rejected": "four " * 99 + "is"}
+    data = pairs(tmp_path, late, late | {"rejected": "say"})
+    assert len(data) == 1
+    left_out = "left out: task.options.context ends before its answers differ"
+    warning = f"warning: task.options.data: 1 of 2 rows: {left_out}"
+    assert describe(data, SHARED)[-1] == warning
+    assert refused(tmp_path, late, late, tokenizer=SHARED, kind=PAIRS) == (
+        f"all of 2 rows are {left_out}; must have at least 1 row"
+    )
+
+
+def test_texts_and_messages_in_one_file_are_refused(tmp_path):
+    """They have different stop tokens."""
+    plain = {"prompt": "two", "completion": "four", "chosen": "four", "rejected": "say"}
+    chats = {name: said("", text)[name != "prompt" :][:1] for name, text in plain.items()}
+    for form, options in (("prompt and completion", {}), ("pairs", {"kind": PAIRS})):
+        assert refused(tmp_path, plain, chats, tokenizer=SHARED, **options) == (
+            f"has rows of 2 forms, {form} (chat.jsonl:1) and {form} of messages (chat.jsonl:2); "
+            "must be of one form; write two files"
+        )
 
 
 def test_masks_of_a_row_do_not_depend_on_its_batch():

@@ -233,6 +233,17 @@ def change(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_the_digest_of_a_model_follows_what_decides_its_outputs(copied):
+    def digest():
+        return hf.load_model("AutoModelForCausalLM", str(copied)).digest
+
+    first = digest()
+    change(copied, transformers_version="6", dtype="bfloat16", use_cache=False, temperature=0.5)
+    assert digest() == first
+    change(copied, rope_parameters={"rope_theta": 50.0, "rope_type": "default"})
+    assert digest() != first
+
+
 def test_a_kernel_of_the_hub_is_refused(copied):
     change(copied, attn_implementation="evil/kernel")
     assert "it wants a kernel of the hub to be run" in refusal(hf.find, str(copied))
@@ -280,6 +291,16 @@ def test_an_adapter_is_no_model(copied):
     (copied / "adapter_config.json").write_text(json.dumps(content))
     must = "is an adapter of peft, not a model; give its base, tests/llama"
     assert refusal(hf.find, str(copied)) == f"{KEY}={copied}: {must}"
+
+
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_decoder_is_no_causal_model(kind, tmp_path):
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert refusal(hf.load_model, "AutoModelForCausalLM", str(tmp_path)) == (
+        f"{KEY}={tmp_path}: is an encoder-decoder (model_type={kind.lower()}); must be a "
+        "decoder-only model, such as a Llama or a Qwen, which AutoModelForCausalLM loads whole"
+    )
 
 
 def test_weights_that_are_missing_are_refused_but_for_a_new_head(llama, copied):
@@ -368,7 +389,8 @@ def test_adapters_are_drawn_from_the_generator_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("targets", "count"), [(["q_proj", "mlp.up_proj"], 4), (r".*layers\.1\..*_proj", 7)]
+    ("targets", "count"),
+    [(["q_proj", "mlp.up_proj"], 4), (r".*layers\.1\..*_proj", 7), ("q_proj", 2)],
 )
 def test_targets_are_names_or_a_pattern(targets, count):
     assert len(names_of_trained(hf.adapt(build_llama(), 4, targets))) == 2 * count
@@ -384,8 +406,10 @@ def test_targets_that_match_nothing_are_refused_with_near_names():
     linear = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
     assert of("attention.*") == f"{begin}=attention.* {of_llama}; it has {linear}"
     assert of("q_proj(").startswith(f"{begin}=q_proj( is no pattern (missing ), ")
-    assert "task.options.lora: peft cannot adapt LlamaForCausalLM (ValueError: Target module" in of(
-        ["input_layernorm"]
+    assert of([]) == f"{begin}=[] names no layer; name some of {linear}, or set all-linear"
+    assert of(["norm"]) == (
+        f"{begin} has model.norm, a LlamaRMSNorm, which LoRA cannot adapt; "
+        f"name layers with a matrix, such as {linear}"
     )
 
 

@@ -208,6 +208,22 @@ def test_dpo_begins_with_its_reference_and_does_not_depend_on_layout(layout, lor
     check_parity(one, fit_on(ranks, tmp_path / "many", *PREFERENCES, lora, *words), falls=False)
 
 
+def test_a_reference_follows_from_the_config_of_its_model(tmp_path):
+    tiny("Llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    places = []
+    rope = {"rope_theta": 50.0, "rope_type": "default"}
+    for changed in (
+        {},
+        {"transformers_version": "6", "use_cache": False},
+        {"rope_parameters": rope},
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+        task = SimpleNamespace(options=SimpleNamespace(model=str(tmp_path), lora=None))
+        places.append(DPO._place(task, SimpleNamespace(digest="of pairs")))
+    assert places[0] == places[1] != places[2]
+
+
 def test_dpo_has_the_loss_of_its_paper():
     """Rafailov et al. (2023), equation 7, with sums over the learned tokens of each answer."""
     inner = tiny("Llama")

@@ -38,6 +38,7 @@ from trainer.strategy.tensor_shards import (
 )
 from trainer.strategy.tensors import Tensors
 
+OF_MODEL = "the config of the model"  # among the facts of weights that are not saved
 ABSENT = -(2**63)  # of ranks that have no values of a tensor
 
 
@@ -49,6 +50,8 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
 
     Without those that ranks built differently: they are not made again. Some ranks may have no
     values, or no model. Call it before the strategy converts or divides the model.
+
+    Modules may have a string, `digest`, of what decides their outputs beside weights.
     """
     own: BuiltFacts = {}
     known: dict[torch.Tensor, list[Any]] = {}
@@ -57,6 +60,11 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
             if tensor not in known:
                 known[tensor] = _facts_of(tensor)
             own[name] = known[tensor]
+    if own and model is not None:
+        digests = [getattr(module, "digest", None) for module in model.modules()]
+        text = " ".join(each for each in digests if isinstance(each, str))
+        if text:
+            own[OF_MODEL] = _facts_of(torch.tensor([*text.encode()], dtype=torch.uint8))
     facts: BuiltFacts = group.tell_all(own)
     if not facts:
         return {}
@@ -125,7 +133,8 @@ def find_other_base(
     structure = tensors_of(tensors.structure)
     shards = tensors.shards() if saved.keys() - facts.keys() else {}
     for name, (dtype, shape, number) in saved.items():
-        if name not in structure or list(structure[name].shape) != shape:
+        is_here = name in structure and list(structure[name].shape) == shape
+        if not is_here and (name != OF_MODEL or name not in facts):
             continue
         if name in facts:
             here = facts[name]

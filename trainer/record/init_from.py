@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.distributed.group import Group
 from trainer.engine.context import Parts
 from trainer.engine.engine import Engine
-from trainer.engine.training_state import BuiltFacts, find_other_base
+from trainer.engine.training_state import OF_MODEL, BuiltFacts, find_other_base
 from trainer.errors import ConfigError, counted, one_line
 from trainer.strategy.tensor_shards import TensorSource, tensors_of
 
@@ -76,7 +76,7 @@ class MatchingTensors:
                     self.loaded[own] = number
         for name, facts in self.left_out.items():
             own = name.removeprefix(self.prefix)
-            if self._fits(name, own, facts[1]):
+            if name != OF_MODEL and self._fits(name, own, facts[1]):
                 self.frozen[own] = facts
 
     def _fits(self, name: str, own: str, shape: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from trainer.checkpoints.transaction import Manifest
 from trainer.config.plain_files import read_file
 from trainer.data.ledger import digests, extend
 from trainer.data.sampling import Sampling, Shuffle, mixture
+from trainer.engine.training_state import OF_MODEL
 from trainer.errors import CheckpointError, ConfigError, counted, visible
 
 LONG = "--long"
@@ -244,9 +245,10 @@ def _name_frozen(frozen: Mapping[str, Any]) -> list[str]:
     """Return a line about the weights that the newest checkpoint does not hold."""
     if not frozen:
         return []
-    elements = sum(math.prod(shape) for _, shape, _ in frozen.values())
+    shapes = [shape for name, (_, shape, _) in frozen.items() if name != OF_MODEL]
+    elements = sum(map(math.prod, shapes))
     held = f"its digests of them are {checkpoint.digest(frozen)[:16]}"
-    named = f"{counted(len(frozen), 'tensor')} of {elements:,} elements"
+    named = f"{counted(len(shapes), 'tensor')} of {elements:,} elements"
     return [f"{named} did not train and are not in the checkpoint: build_model makes them; {held}"]
 
 

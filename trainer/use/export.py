@@ -25,6 +25,7 @@ from trainer.checkpoints.reading import open_content
 from trainer.checkpoints.tensor_files import write_tensors
 from trainer.cli import answer, check_alone, load_task
 from trainer.config.schema import Config
+from trainer.engine.training_state import OF_MODEL
 from trainer.engine.values import first_rows
 from trainer.errors import CheckpointError, ConfigError, RunError, one_line
 from trainer.loop.training import ROWS, on_one_process
@@ -299,7 +300,7 @@ def write_stored(place: Path, target: Path) -> int:
     step = manifest["step"]
     facts = {"step": str(step), "run": str(manifest["run"])}
     num_tensors = _write_tensors(sources, facts, target)
-    left_out = len(manifest.get("frozen", ()))
+    left_out = len({*manifest.get("frozen", ())} - {OF_MODEL})
     exported = {"file": target, "tensors": num_tensors, "step": step, "left_out": left_out}
     line = f"{target}: {num_tensors} tensors of step {step:,}"
     if left_out:
