@@ -8,13 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer import ConfigError
-
 IGNORED = -100  # as everywhere in transformers: such a label has no weight
 TOKENS = 512  # whose logits are in memory at once
-PROBE = (5, 8)  # tokens of the two sequences that are compared, packed and alone
-CLOSE = 1e-3  # of outputs around 1, in fp32
-CLOSE_IN_16_BITS = 0.1
 
 
 class LanguageModel(nn.Module):
@@ -29,6 +24,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.has_plain_logits = True
+        self.is_trimmed = True
 
     @property
     def base(self) -> Any:
@@ -100,7 +96,7 @@ class LanguageModel(nn.Module):
 
         Padding has the position 0, as has the first token of a sequence.
         """
-        if position_ids is None or self._is_empty:
+        if position_ids is None or self._is_empty or not self.is_trimmed:
             return None
         places = torch.arange(position_ids.shape[1], device=position_ids.device)
         return int((places * (position_ids > 0)).max()) + 1
@@ -125,64 +121,6 @@ def visible(places: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor
     own = segments[:, 0].gather(1, places)
     every = torch.arange(size, device=segments.device)
     return ((own[:, :, None] == segments) & (places[:, :, None] >= every))[:, None]
-
-
-@torch.no_grad()
-def check_parts(model: LanguageModel, key: str) -> None:
-    """Raise ConfigError for a model whose rows the ranks of strategy=cp cannot divide.
-
-    Their attention gets a mask as an input. A window or chunks in it would be ignored.
-    """
-    config = model.base.config
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
-        windows = {"sliding_attention"}
-    if windows or config._attn_implementation != "sdpa":
-        kind = type(model.base).__name__
-        what = ", ".join(sorted(windows)) or f"{config._attn_implementation} attention"
-        raise ConfigError(f"""{key}: the ranks cannot divide the rows of {kind},
-            which has {what}; use strategy=fsdp with strategy.recompute=blocks for long rows""")
-
-
-@torch.no_grad()
-def check_rows(model: LanguageModel, key: str, is_packed: bool) -> None:
-    """Decide how the logits of a model are computed, and prove that a row may hold two sequences.
-
-    Raises ConfigError if `is_packed` and the logits of a packed sequence are not those that it has
-    alone: where attention, or a state, sees the sequence before.
-    """
-    first = next(model.parameters())
-    if first.is_meta:  # of a plan, which computes nothing
-        return
-    was_training = model.training
-    model.eval()
-    size = model.base.get_input_embeddings().weight.shape[0]
-    draws = torch.Generator().manual_seed(0)
-    alone = [torch.randint(size, (1, n), generator=draws).to(first.device) for n in PROBE]
-    places = [torch.arange(n, device=first.device)[None] for n in PROBE]
-    whole = _logits(model, torch.cat(alone, 1), torch.cat(places, 1))
-    apart = torch.cat([_logits(model, *pair) for pair in zip(alone, places, strict=True)], 1)
-    hidden = model.base.base_model(
-        input_ids=alone[0], position_ids=places[0], use_cache=False
-    ).last_hidden_state
-    plain = model.base.get_output_embeddings()(hidden)
-    model.has_plain_logits = torch.equal(plain, apart[:, : PROBE[0]])
-    model.train(was_training)
-    if is_packed and not _is_close(whole, apart):
-        kind = type(model.base).__name__
-        raise ConfigError(f"""{key}=true: {kind} mixes the sequences of a row
-            (its logits differ by {float((whole - apart).abs().max()):.1e});
-            set {key}=false, which gives each sequence a row of its own""")
-
-
-def _logits(model: LanguageModel, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return model.model(input_ids=tokens, position_ids=places, use_cache=False).logits
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    scale = max(1.0, float(other.abs().max()))
-    close = CLOSE if one.dtype.itemsize >= 4 else CLOSE_IN_16_BITS
-    return bool((one - other).abs().max() <= close * scale)
 
 
 @torch.no_grad()

@@ -24,10 +24,9 @@ from trainer.tasks.causal import (
     IGNORED,
     LanguageModel,
     answer,
-    check_parts,
-    check_rows,
     count_bytes,
 )
+from trainer.tasks.probe import check_parts, check_rows
 
 PACKING = "task.options.packing"
 CONTEXT = "strategy.mesh.context"
@@ -138,7 +137,7 @@ class LM(Trainer):
         if options.lora:
             inner = self.adapt(inner)
         model = self.wrapper(inner)
-        check_rows(model, PACKING, options.packing)
+        check_rows(model, PACKING, options.packing, options.context)
         if self.divides_rows:
             check_parts(model, CONTEXT)
         return model
