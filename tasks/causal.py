@@ -25,6 +25,8 @@ class LanguageModel(nn.Module):
         self.model = model
         self.has_plain_logits = True
         self.is_trimmed = True
+        self.has_cache = True
+        self.positions: int | None = None  # of a sequence, at most
 
     @property
     def base(self) -> Any:
@@ -50,18 +52,15 @@ class LanguageModel(nn.Module):
 
         `labels` (rows, tokens) are the tokens that follow. `position_ids` (rows, tokens) begin with
         0 in each sequence of a row, which tells sequences apart. Without labels return the logits
-        (rows, vocabulary) that follow the last token; `past_key_values` then holds those before.
+        (rows, vocabulary) that follow the last token; `past_key_values`, if given, holds those
+        before.
 
         Where ranks divide rows, `places` (rows, tokens) are those of the tokens in the whole rows,
         and `segments` (rows, 1, places) number the sequences there.
         """
         if labels is None:
-            outputs = self.model(
-                input_ids=input_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-            return outputs.logits[:, -1]
+            more = {} if past_key_values is None else {"past_key_values": past_key_values}
+            return self.model(input_ids=input_ids, use_cache=bool(more), **more).logits[:, -1]
         labels = labels.to("meta" if self._is_empty else labels.device)
         is_learned = labels != IGNORED
         mask = None if segments is None else visible(places, segments)
@@ -127,23 +126,26 @@ def visible(places: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor
 def answer(
     forward: Any, model: LanguageModel, prompt: list[int], stop: int, most: int
 ) -> list[int]:
-    """Return the tokens that the model writes after a prompt, the likeliest each time.
+    """Return the tokens that the model writes after a prompt, the likeliest each time, as long as
+    it has positions for them.
 
     `forward(inputs)` computes them on every rank, as with `Task.samples`.
     """
     from transformers import DynamicCache
 
     device = next(model.parameters()).device
-    cache = DynamicCache(config=model.base.config)
-    tokens = torch.tensor([prompt], device=device)
+    more = {"past_key_values": DynamicCache(config=model.base.config)} if model.has_cache else {}
+    if model.positions is not None:
+        most = min(most, model.positions + 1 - len(prompt))
+    tokens = prompt
     written: list[int] = []
     while len(written) < most:
-        logits = forward({"input_ids": tokens, "past_key_values": cache})
+        logits = forward({"input_ids": torch.tensor([tokens], device=device), **more})
         word = int(logits[0].argmax())
         if word == stop:
             break
         written.append(word)
-        tokens = torch.tensor([[word]], device=device)
+        tokens = [word] if more else prompt + written
     return written
 
 

@@ -90,10 +90,12 @@ def check_rows(model: LanguageModel, key: str, is_packed: bool, context: int | N
     if next(model.parameters()).is_meta:  # of a plan, which computes nothing
         return
     was_training = model.training
-    rows = _Rows(model, min(TOKENS, context or TOKENS, most_positions(model)[0] or TOKENS))
+    model.positions, _ = most_positions(model)
+    rows = _Rows(model, min(TOKENS, context or TOKENS, model.positions or TOKENS))
     model.is_trimmed = not rows.have_wide_draws()
     model.eval()
     model.has_plain_logits = rows.have_plain_logits()
+    model.has_cache = rows.have_cache()
     kind = type(model.base).__name__
     early, mixed = rows.compare(is_packed)
     model.train(was_training)
@@ -128,28 +130,30 @@ class _Rows:
         packed sequence, after a changed one or alone."""
         early = slice(0, self.first // 2)
         later = slice(self.first, self.first + self.second)
-        states = self._states(self.tokens, self.places)
-        spread = float((states - states.mean((0, 1))).square().mean().sqrt())
-        far = _far(states, self._states(self.changed, self.places))[0]
-        allowed = SEEN * spread
+        states = self._states(self.tokens, position_ids=self.places)
+        far = _far(states, self._states(self.changed, position_ids=self.places))[0]
+        allowed = SEEN * _spread(states)
         if not float(torch.cat([far[early], far[later]]).max()) <= allowed:
             allowed = max(allowed, GROUPED * self._rounding())
         if not is_packed:
             return _part(far[early], allowed), 0.0
-        alone = self._states(self.tokens[:, later], self.places[:, later])
-        is_wide = next(self.model.parameters()).dtype.itemsize >= 4
-        close = (CLOSE if is_wide else CLOSE_IN_16_BITS) * spread
-        apart = _part(_far(states[:, later], alone), close)
+        alone = self._states(self.tokens[:, later], position_ids=self.places[:, later])
+        apart = self._part_of_spread(states[:, later], alone)
         return _part(far[early], allowed), max(_part(far[later], allowed), apart)
+
+    def _part_of_spread(self, one: torch.Tensor, other: torch.Tensor) -> float:
+        """Return how much of what rounding may do differs."""
+        is_wide = next(self.model.parameters()).dtype.itemsize >= 4
+        return _part(_far(one, other), (CLOSE if is_wide else CLOSE_IN_16_BITS) * _spread(one))
 
     def _rounding(self) -> float:
         """Return by how much a row differs if only the row beside it changes."""
         places = self.places.expand(2, -1)
         pairs = [torch.cat([each, self.tokens.flip(1)]) for each in (self.tokens, self.changed)]
-        one, other = (self._states(pair, places) for pair in pairs)
+        one, other = (self._states(pair, position_ids=places) for pair in pairs)
         return float(_far(one[1], other[1]).max())
 
-    def _states(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _states(self, tokens: torch.Tensor, use_cache: bool = False, **more: Any) -> torch.Tensor:
         """Return what the output layer is given, (rows, tokens, width); logits if that is unknown.
 
         States have a scale where new, or zero, output layers make all logits small. The layer
@@ -164,7 +168,7 @@ class _Rows:
         head = self.model.base.get_output_embeddings()
         hook = head.register_forward_pre_hook(cut)
         try:
-            made = self.model.model(input_ids=tokens, position_ids=places, use_cache=False).logits
+            made = self.model.model(input_ids=tokens, use_cache=use_cache, **more).logits
         finally:
             hook.remove()
         found = seen[0] if seen else made
@@ -191,6 +195,19 @@ class _Rows:
         hidden = self.model.base.base_model(**given).last_hidden_state
         return bool(seen) and _is_same(seen[0], hidden) and _is_same(logits, seen[1])
 
+    def have_cache(self) -> bool:
+        """Return True if tokens after a cache are what they are in the whole sequence: others have
+        a cache of their own, or none."""
+        from transformers import DynamicCache
+
+        tokens = self.tokens[:, :FEW]
+        try:
+            cache = DynamicCache(config=self.model.base.config)
+            parts = [self._states(each, True, past_key_values=cache) for each in tokens.split(1, 1)]
+        except Exception:  # of a model that cannot take it
+            return False
+        return self._part_of_spread(self._states(tokens), torch.cat(parts, 1)) <= 1
+
     def have_wide_draws(self) -> bool:
         """Return True if dropout draws for pairs of tokens, as that of attention does: its numbers
         then depend on the length of a row, which must not follow from the rows beside."""
@@ -204,6 +221,10 @@ class _Rows:
         with torch.random.fork_rng(devices=[]):
             found = draws.watch(lambda: self.model.base.base_model(**inputs), 2)
         return any(self.tokens.shape[1] in sizes[2:] for _, sizes in found)
+
+
+def _spread(states: torch.Tensor) -> float:
+    return float((states - states.mean((0, 1))).square().mean().sqrt())
 
 
 def _far(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
