@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer import ConfigError
+
 IGNORED = -100  # as everywhere in transformers: such a label has no weight
 TOKENS = 512  # whose logits are in memory at once
 
@@ -120,6 +122,23 @@ def visible(places: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor
     own = segments[:, 0].gather(1, places)
     every = torch.arange(size, device=segments.device)
     return ((own[:, :, None] == segments) & (places[:, :, None] >= every))[:, None]
+
+
+@torch.no_grad()
+def check_parts(model: LanguageModel, key: str) -> None:
+    """Raise ConfigError for a model whose rows the ranks of strategy=cp cannot divide.
+
+    Their attention gets a mask as an input. A window or chunks in it would be ignored.
+    """
+    config = model.base.config
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
+        windows = {"sliding_attention"}
+    if windows or config._attn_implementation != "sdpa":
+        kind = type(model.base).__name__
+        what = ", ".join(sorted(windows)) or f"{config._attn_implementation} attention"
+        raise ConfigError(f"""{key}: the ranks cannot divide the rows of {kind},
+            which has {what}; use strategy=fsdp with strategy.recompute=blocks for long rows""")
 
 
 @torch.no_grad()

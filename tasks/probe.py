@@ -11,10 +11,12 @@ from torch import nn
 
 from trainer import ConfigError
 from trainer.rng.forward import ExampleRng
+from trainer.tasks import hf
 from trainer.tasks.causal import LanguageModel
 
 CONTEXT = "task.options.context"
 TOKENS = 32  # of a row that is tried: a third is one sequence, half another, the rest padding
+ROWS = 100  # of the data, which show the control tokens that a template writes
 FEW = 4  # tokens that show which logits a model returns; those of a context of 8 are not fewer
 SEEN = 1e-6  # of the spread of states; what a mask hides adds an exact 0
 GROUPED = 8  # times the rounding of a row whose tokens stay: experts compute those of all rows
@@ -60,21 +62,22 @@ def check_positions(model: LanguageModel, context: int) -> None:
             tokens: {why}; set {CONTEXT}={most} or less, or take another model""")
 
 
-@torch.no_grad()
-def check_parts(model: LanguageModel, key: str) -> None:
-    """Raise ConfigError for a model whose rows the ranks of strategy=cp cannot divide.
+def check_tokens(name: str, tokenizer: Any, data: Any) -> None:
+    """Raise ConfigError if a token of a text has no embedding in the model of that name.
 
-    Their attention gets a mask as an input. A window or chunks in it would be ignored.
+    A special token that no row has may lack one, as that of images in Gemma 3 of 1B.
     """
-    config = model.base.config
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
-        windows = {"sliding_attention"}
-    if windows or config._attn_implementation != "sdpa":
-        kind = type(model.base).__name__
-        what = ", ".join(sorted(windows)) or f"{config._attn_implementation} attention"
-        raise ConfigError(f"""{key}: the ranks cannot divide the rows of {kind},
-            which has {what}; use strategy=fsdp with strategy.recompute=blocks for long rows""")
+    size = getattr(hf.load_config(name).get_text_config(), "vocab_size", None)
+    special = {number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
+    used = {*tokenizer.get_vocab().values()} - special - {*tokenizer.all_special_ids}
+    used |= {-1 if data.stop is None else data.stop}
+    for row in (data[i] for i in range(min(ROWS, len(data)))):
+        used |= {int(values.max()) for values in row.values()}
+    if size is not None and (most := max(used)) >= size:
+        token = tokenizer.convert_ids_to_tokens(most)
+        raise ConfigError(f"""{hf.KEY}={name}: its tokenizer has {len(tokenizer)} tokens and the
+            model {size} embeddings, none for {token} ({most}); take the model's own tokenizer, or
+            save the model after resize_token_embeddings({len(tokenizer)})""")
 
 
 @torch.no_grad()

@@ -27,11 +27,12 @@ from trainer.tasks.causal import (  # noqa: E402
     IGNORED,
     LanguageModel,
     answer,
+    check_parts,
     count_bytes,
 )
 from trainer.tasks.dpo import DPO, PairModel  # noqa: E402
 from trainer.tasks.lm import LM, build_llama, build_tokenizer  # noqa: E402
-from trainer.tasks.probe import check_parts, check_rows  # noqa: E402
+from trainer.tasks.probe import check_rows  # noqa: E402
 
 SMALL = [
     *("task.options.files=16", "task.options.context=192", "task.options.width=16"),
@@ -285,6 +286,23 @@ def test_answers_are_written_with_or_without_a_cache_up_to_the_last_position(kin
         logits = model.model(input_ids=torch.tensor([text]), use_cache=False).logits
         assert word == int(logits[0, -1].argmax())
         text = [*text, word]
+
+
+def test_a_token_without_an_embedding_is_refused_if_rows_have_it(tmp_path):
+    tokenizer = build_tokenizer()
+    data = write_short(tmp_path / "short.jsonl")
+    for folder, lacking in (("stop", 1), ("image", 0)):
+        if folder == "image":
+            tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        size = tokenizer.eos_token_id + 1 - lacking
+        tiny("Llama", vocab_size=size, max_position_embeddings=64).save_pretrained(
+            tmp_path / folder
+        )
+        tokenizer.save_pretrained(tmp_path / folder)
+        line = r"has 259 tokens and the model 258 embeddings, none for <\|im_end\|> \(258\); take"
+        with pytest.raises(AssertionError, match=line) if lacking else nullcontext():
+            words = [*WORDS, data, f"task.options.model={tmp_path}/{folder}", "run.steps=1"]
+            fit_on(1, tmp_path / f"{folder} run", *words, "strategy=single")
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text():
