@@ -15,7 +15,7 @@ from trainer.tasks import hf
 from trainer.tasks.causal import LanguageModel
 
 CONTEXT = "task.options.context"
-TOKENS = 32  # of a row that is tried: a third is one sequence, half another, the rest padding
+TOKENS = 24  # of a row that is tried: a third is one sequence, half another, the rest padding
 ROWS = 100  # of the data, which show the control tokens that a template writes
 FEW = 4  # tokens that show which logits a model returns; those of a context of 8 are not fewer
 SEEN = 1e-6  # of the spread of states; what a mask hides adds an exact 0
@@ -206,7 +206,8 @@ class _Rows:
         tokens = self.tokens[:, :FEW]
         try:
             cache = DynamicCache(config=self.model.base.config)
-            parts = [self._states(each, True, past_key_values=cache) for each in tokens.split(1, 1)]
+            both = tokens.split((FEW - 1, 1), 1)
+            parts = [self._states(each, True, past_key_values=cache) for each in both]
         except Exception:  # of a model that cannot take it
             return False
         return self._part_of_spread(self._states(tokens), torch.cat(parts, 1)) <= 1
