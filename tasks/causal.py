@@ -12,9 +12,6 @@ from trainer import ConfigError
 
 IGNORED = -100  # as everywhere in transformers: such a label has no weight
 TOKENS = 512  # whose logits are in memory at once
-PROBE = (5, 8)  # tokens of the two sequences that are compared, packed and alone
-CLOSE = 1e-3  # of outputs around 1, in fp32
-CLOSE_IN_16_BITS = 0.1
 
 
 class LanguageModel(nn.Module):
@@ -29,6 +26,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.has_plain_logits = True
+        self.is_trimmed = True
+        self.has_cache = True
+        self.positions: int | None = None  # of a sequence, at most
 
     @property
     def base(self) -> Any:
@@ -54,18 +54,15 @@ class LanguageModel(nn.Module):
 
         `labels` (rows, tokens) are the tokens that follow. `position_ids` (rows, tokens) begin with
         0 in each sequence of a row, which tells sequences apart. Without labels return the logits
-        (rows, vocabulary) that follow the last token; `past_key_values` then holds those before.
+        (rows, vocabulary) that follow the last token; `past_key_values`, if given, holds those
+        before.
 
         Where ranks divide rows, `places` (rows, tokens) are those of the tokens in the whole rows,
         and `segments` (rows, 1, places) number the sequences there.
         """
         if labels is None:
-            outputs = self.model(
-                input_ids=input_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-            return outputs.logits[:, -1]
+            more = {} if past_key_values is None else {"past_key_values": past_key_values}
+            return self.model(input_ids=input_ids, use_cache=bool(more), **more).logits[:, -1]
         labels = labels.to("meta" if self._is_empty else labels.device)
         is_learned = labels != IGNORED
         mask = None if segments is None else visible(places, segments)
@@ -100,7 +97,7 @@ class LanguageModel(nn.Module):
 
         Padding has the position 0, as has the first token of a sequence.
         """
-        if position_ids is None or self._is_empty:
+        if position_ids is None or self._is_empty or not self.is_trimmed:
             return None
         places = torch.arange(position_ids.shape[1], device=position_ids.device)
         return int((places * (position_ids > 0)).max()) + 1
@@ -145,67 +142,29 @@ def check_parts(model: LanguageModel, key: str) -> None:
 
 
 @torch.no_grad()
-def check_rows(model: LanguageModel, key: str, is_packed: bool) -> None:
-    """Decide how the logits of a model are computed, and prove that a row may hold two sequences.
-
-    Raises ConfigError if `is_packed` and the logits of a packed sequence are not those that it has
-    alone: where attention, or a state, sees the sequence before.
-    """
-    first = next(model.parameters())
-    if first.is_meta:  # of a plan, which computes nothing
-        return
-    was_training = model.training
-    model.eval()
-    size = model.base.get_input_embeddings().weight.shape[0]
-    draws = torch.Generator().manual_seed(0)
-    alone = [torch.randint(size, (1, n), generator=draws).to(first.device) for n in PROBE]
-    places = [torch.arange(n, device=first.device)[None] for n in PROBE]
-    whole = _logits(model, torch.cat(alone, 1), torch.cat(places, 1))
-    apart = torch.cat([_logits(model, *pair) for pair in zip(alone, places, strict=True)], 1)
-    hidden = model.base.base_model(
-        input_ids=alone[0], position_ids=places[0], use_cache=False
-    ).last_hidden_state
-    plain = model.base.get_output_embeddings()(hidden)
-    model.has_plain_logits = torch.equal(plain, apart[:, : PROBE[0]])
-    model.train(was_training)
-    if is_packed and not _is_close(whole, apart):
-        kind = type(model.base).__name__
-        raise ConfigError(f"""{key}=true: {kind} mixes the sequences of a row
-            (its logits differ by {float((whole - apart).abs().max()):.1e});
-            set {key}=false, which gives each sequence a row of its own""")
-
-
-def _logits(model: LanguageModel, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return model.model(input_ids=tokens, position_ids=places, use_cache=False).logits
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    scale = max(1.0, float(other.abs().max()))
-    close = CLOSE if one.dtype.itemsize >= 4 else CLOSE_IN_16_BITS
-    return bool((one - other).abs().max() <= close * scale)
-
-
-@torch.no_grad()
 def answer(
     forward: Any, model: LanguageModel, prompt: list[int], stop: int, most: int
 ) -> list[int]:
-    """Return the tokens that the model writes after a prompt, the likeliest each time.
+    """Return the tokens that the model writes after a prompt, the likeliest each time, as long as
+    it has positions for them.
 
     `forward(inputs)` computes them on every rank, as with `Task.samples`.
     """
     from transformers import DynamicCache
 
     device = next(model.parameters()).device
-    cache = DynamicCache(config=model.base.config)
-    tokens = torch.tensor([prompt], device=device)
+    more = {"past_key_values": DynamicCache(config=model.base.config)} if model.has_cache else {}
+    if model.positions is not None:
+        most = min(most, model.positions + 1 - len(prompt))
+    tokens = prompt
     written: list[int] = []
     while len(written) < most:
-        logits = forward({"input_ids": tokens, "past_key_values": cache})
+        logits = forward({"input_ids": torch.tensor([tokens], device=device), **more})
         word = int(logits[0].argmax())
         if word == stop:
             break
         written.append(word)
-        tokens = torch.tensor([[word]], device=device)
+        tokens = [word] if more else prompt + written
     return written
 
 

@@ -20,14 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trainer import ConfigError, PackedDataset, Trainer, limit
 from trainer.strategy.mesh import Mesh
 from trainer.tasks import chat, hf
-from trainer.tasks.causal import (
-    IGNORED,
-    LanguageModel,
-    answer,
-    check_parts,
-    check_rows,
-    count_bytes,
-)
+from trainer.tasks.causal import IGNORED, LanguageModel, answer, check_parts, count_bytes
+from trainer.tasks.probe import check_rows, check_tokens
 
 PACKING = "task.options.packing"
 CONTEXT = "strategy.mesh.context"
@@ -89,6 +83,8 @@ class LM(Trainer):
     def prepare(self):
         hf.fetch(self.options.model)
         self.chats.prepare()
+        if self.options.model:
+            check_tokens(self.options.model, self.tokenizer, self.chats.open("train"))
 
     def open_rows(self, split: str) -> Any:
         """Return the rows of a split, and tell once what is learned of them."""
@@ -138,7 +134,7 @@ class LM(Trainer):
         if options.lora:
             inner = self.adapt(inner)
         model = self.wrapper(inner)
-        check_rows(model, PACKING, options.packing)
+        check_rows(model, PACKING, options.packing, options.context)
         if self.divides_rows:
             check_parts(model, CONTEXT)
         return model

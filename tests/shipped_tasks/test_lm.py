@@ -26,12 +26,13 @@ from trainer import ConfigError  # noqa: E402
 from trainer.tasks.causal import (  # noqa: E402
     IGNORED,
     LanguageModel,
+    answer,
     check_parts,
-    check_rows,
     count_bytes,
 )
 from trainer.tasks.dpo import DPO, PairModel  # noqa: E402
 from trainer.tasks.lm import LM, build_llama, build_tokenizer  # noqa: E402
+from trainer.tasks.probe import check_rows  # noqa: E402
 
 SMALL = [
     *("task.options.files=16", "task.options.context=192", "task.options.width=16"),
@@ -183,6 +184,125 @@ def test_a_model_that_mixes_packed_sequences_is_refused():
     with pytest.raises(ConfigError, match=r"packing=true: Llama\w+ mixes the sequences of a row"):
         check_rows(model, "packing", is_packed=True)
     check_rows(model, "packing", is_packed=False)
+
+
+LONG = {
+    "Phi3": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    "Llama": {"rope_type": "dynamic", "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_rows_end_where_rope_changes_with_the_longest_row(kind):
+    rope = {"rope_theta": 100.0, "original_max_position_embeddings": 12, **LONG[kind]}
+    sizes = {"max_position_embeddings": 48 if kind == "Phi3" else 12, "rope_parameters": rope}
+    model = LanguageModel(tiny(kind, original_max_position_embeddings=12, **sizes))
+    line = f"options.context=13: {kind}ForCausalLM takes at most 12 tokens: its rope "
+    with pytest.raises(ConfigError, match=line):
+        check_rows(model, "packing", is_packed=False, context=13)
+    check_rows(model, "packing", is_packed=True, context=12)
+
+
+def test_rows_end_where_a_table_of_positions_does():
+    for kind in ("GPT2", "OPT", "GPTJ"):
+        model = LanguageModel(tiny(kind, ffn_dim=32, word_embed_proj_dim=16, rotary_dim=4))
+        with pytest.raises(ConfigError, match=r"33: \w+ takes at most 32 tokens: it has no other"):
+            check_rows(model, "packing", is_packed=False, context=33)
+        check_rows(model, "packing", is_packed=False, context=32)
+    check_rows(LanguageModel(tiny("Llama")), "packing", is_packed=True, context=33)
+
+
+def test_a_model_whose_earlier_tokens_see_later_ones_is_refused():
+    for is_packed in (True, False):
+        with pytest.raises(ConfigError, match=r"BertLMHeadModel is not causal: a later token"):
+            check_rows(LanguageModel(tiny("Bert")), "packing", is_packed)
+    check_rows(LanguageModel(tiny("Bert", is_decoder=True)), "packing", is_packed=False)
+
+
+@pytest.mark.parametrize("kind", ["Bloom", "Mamba", "OPT"])
+def test_a_leak_is_seen_in_small_and_in_rounded_weights(kind):
+    for deviation, dtype in ((0.006, torch.float32), (0.05, torch.bfloat16)):
+        inner = tiny(kind, initializer_range=deviation, init_std=deviation, ffn_dim=32)
+        with pytest.raises(ConfigError, match="mixes the sequences of a row"):
+            check_rows(LanguageModel(inner.to(dtype)), "packing", is_packed=True)
+    for kind in ("Llama", "Mixtral"):
+        check_rows(LanguageModel(tiny(kind).bfloat16()), "packing", is_packed=True)
+
+
+def test_an_output_layer_of_zeros_hides_no_scale_and_no_cap():
+    free = {"tie_word_embeddings": False}
+    for kind, more in {"Granite": {"logits_scaling": 4.0}, "Cohere": {}, "Gemma2": {}}.items():
+        model = LanguageModel(tiny(kind, **free, **more))
+        model.base.get_output_embeddings().weight.data.zero_()
+        check_rows(model, "packing", is_packed=True)
+        assert not model.has_plain_logits, kind
+    model = LanguageModel(tiny("Llama"))
+    model.base.get_output_embeddings().weight.data.zero_()
+    check_rows(model, "packing", is_packed=True)
+    assert model.has_plain_logits
+
+
+def test_states_of_32_bits_meet_an_output_layer_of_16():
+    model = LanguageModel(tiny("Mamba").bfloat16())
+    model.base.backbone.norm_f.float()
+    model.base.backbone.embeddings.float()
+    check_rows(model, "packing", is_packed=False)
+    tokens, places, labels = rows()
+    wanted = model.model(input_ids=tokens).logits.transpose(1, 2)
+    losses = model(tokens, places, labels)
+    torch.testing.assert_close(losses, F.cross_entropy(wanted, labels, reduction="none"))
+
+
+def test_dropout_in_attention_does_not_depend_on_the_rows_beside(tmp_path):
+    """Its numbers are drawn for pairs of tokens, so all rows have the length of the context."""
+    for more in ({}, {"attn_pdrop": 0.0}):
+        model = LanguageModel(tiny("GPT2", **more))
+        check_rows(model, "packing", is_packed=True)
+        assert model.is_trimmed == bool(more)
+    tokenizer = build_tokenizer()
+    tiny("GPT2", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    words = [*WORDS, write_short(tmp_path / "short.jsonl"), "task.options.context=64"]
+    words += [f"task.options.model={tmp_path}/gpt2", "task.options.packing=false"]
+    words += ["task.options.answers=0", "run.steps=2"]
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single")["losses"]
+    assert fit_on(2, tmp_path / "two", *words, "strategy=ddp")["losses"] == pytest.approx(one)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Bart", "OpenAIGPT", "Rwkv", "Llama"])
+def test_answers_are_written_with_or_without_a_cache_up_to_the_last_position(kind):
+    model = LanguageModel(
+        tiny(kind, d_model=16, decoder_layers=3, n_positions=32, context_length=64)
+    ).eval()
+    model.base.get_output_embeddings().weight.data.mul_(9)
+    check_rows(model, "packing", is_packed=False)
+    assert model.has_cache == (kind in ("GPT2", "Llama"))
+    text = [5, 6, 7]
+    written = answer(lambda inputs: model(**inputs), model, text, -1, 64)
+    assert len(written) == (64 if kind in ("Llama", "Rwkv") else 30)
+    for word in written[:20]:
+        logits = model.model(input_ids=torch.tensor([text]), use_cache=False).logits
+        assert word == int(logits[0, -1].argmax())
+        text = [*text, word]
+
+
+def test_a_token_without_an_embedding_is_refused_if_rows_have_it(tmp_path):
+    tokenizer = build_tokenizer()
+    data = write_short(tmp_path / "short.jsonl")
+    for folder, lacking in (("stop", 1), ("image", 0)):
+        if folder == "image":
+            tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        size = tokenizer.eos_token_id + 1 - lacking
+        tiny("Llama", vocab_size=size, max_position_embeddings=64).save_pretrained(
+            tmp_path / folder
+        )
+        tokenizer.save_pretrained(tmp_path / folder)
+        line = r"has 259 tokens and the model 258 embeddings, none for <\|im_end\|> \(258\); take"
+        with pytest.raises(AssertionError, match=line) if lacking else nullcontext():
+            words = [*WORDS, data, f"task.options.model={tmp_path}/{folder}", "run.steps=1"]
+            fit_on(1, tmp_path / f"{folder} run", *words, "strategy=single")
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text():
