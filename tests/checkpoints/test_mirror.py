@@ -317,7 +317,7 @@ def test_writer_that_lost_its_lease_publishes_nothing_that_counts(tmp_path, monk
         with pytest.raises(CheckpointError, match="has taken over"):
             first.put_checkpoint(2, tmp_path / "old/checkpoints/step-00000002")
         assert newest(address) == 1
-        monkeypatch.setattr(old, "check", lambda: None)  # it was frozen right after it
+        monkeypatch.setattr(old, "check", lambda held=None: None)  # it was frozen right after it
         first.put_checkpoint(2, tmp_path / "old/checkpoints/step-00000002")
         assert newest(address) == 1
         third = open_fence(address, 1, 1)
@@ -348,7 +348,7 @@ def test_writer_that_lost_its_lease_removes_nothing_of_its_successor(tmp_path, m
                 path = tmp_path / f"checkpoints/step-{step:08d}"
                 mirrored[-1].put_checkpoint(step, path)
         Bucket(address).put("notes.txt", b"of the user")
-        monkeypatch.setattr(writers[0], "check", lambda: None)
+        monkeypatch.setattr(writers[0], "check", lambda held=None: None)
         mirrored[0].prune(frozenset())
         held = read_listing(Bucket(address))
         return [held.home(), [*held.checkpoints()], "notes.txt" in held.sizes]

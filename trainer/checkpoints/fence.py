@@ -77,7 +77,7 @@ class Fence:
 
     def _check_others(self, held: Listing, reached: int | None) -> None:
         """Raise ConfigError if a later writer has begun, or the one before has gone on."""
-        self.check()
+        self.check(held)
         newest = max(held.checkpoints(), default=0)
         if reached is not None and newest > reached:
             self.release()
@@ -127,9 +127,12 @@ class Fence:
                 lose(error)
                 return
 
-    def check(self) -> None:
-        """Raise FenceError if a later writer has begun, BucketError if this one's lease is gone."""
-        newest, _ = self.bucket.newest_lease() or (0, None)
+    def check(self, held: Listing | None = None) -> None:
+        """Raise FenceError if a later writer has begun, BucketError if this one's lease is gone.
+
+        `held` is what the bucket holds now, for those who have just read it.
+        """
+        newest = held.fence if held else (self.bucket.newest_lease() or (0, None))[0]
         if newest == self.number:
             return
         if newest < self.number:

@@ -49,10 +49,11 @@ class Mirrored:
     def read(self, again: bool = False) -> None:
         """Read what there is, and remove what does not count or is incomplete: at first, after a
         failure, or `again`. Raises FenceError, BucketError."""
-        self._fence.check()
         if self._is_read and not again:
+            self._fence.check()
             return
         held = read_listing(self._bucket)
+        self._fence.check(held)
         places = held.checkpoints()
         for step, place in places.items():
             if self._places.get(step) != place:
@@ -136,11 +137,11 @@ class Mirrored:
         homes = {place.partition("/")[0] for step, place in self._places.items() if step in kept}
         if not old and homes <= {own}:
             return
-        self._fence.check()
         held = read_listing(self._bucket)
+        self._fence.check(held)
         gone = [n for step in old for n in held.sizes if n.startswith(f"{self._places[step]}/")]
         if own in homes:
-            # not of a later writer: this process may have been stopped since its look at the fence
+            # not of a later writer, which may have begun between two pages of the listing
             earlier = [n for n, fence in held.own().items() if fence < self._fence.number]
             gone += [n for n in earlier if n.partition("/")[0] not in homes]
         self._remove(dict.fromkeys(gone))

@@ -1,4 +1,7 @@
-"""The choice of a strategy, and of the devices of a rank."""
+"""Parallel strategies, and the choice of one, and of the devices of a rank.
+
+Each is one file, with its rules in `check`, and a YAML in conf/strategy.
+"""
 
 from __future__ import annotations
 

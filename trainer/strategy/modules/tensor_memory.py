@@ -148,7 +148,8 @@ def _check_shared(named: Mapping[str, torch.Tensor], names: Sequence[str]) -> No
     """Raise ConfigError if a trainable parameter overlaps another tensor of the same space."""
     ranges = sorted((*_range(named[name]), name) for name in names if named[name].numel())
     for number, (_, end, one) in enumerate(ranges):
-        for begin, _, other in ranges[number + 1 :]:
+        for place in range(number + 1, len(ranges)):  # no slices: a model has thousands of tensors
+            begin, _, other = ranges[place]
             if begin >= end:
                 break
             is_trained = named[one].requires_grad or named[other].requires_grad
