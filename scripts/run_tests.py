@@ -83,7 +83,10 @@ def main(arguments: list[str]) -> int:
     files = [word for word in arguments if word.startswith("tests/")]
     with tempfile.TemporaryDirectory() as folder:
         shared = [*words, *([] if files else newest_first()), f"--share={folder}"]
-        return run(shared, [[shared]] if files else [[shared], [[*words, *LARGE], shared]])
+        code = run(shared, [[shared]] if files else [[shared], [[*words, *LARGE], shared]])
+        for path in sorted(Path(folder).glob("*.failures")):  # last: a log may keep its end alone
+            print(path.read_text(), end="", flush=True)
+        return code
 
 
 def run(first: list[str], others: list[list[list[str]]]) -> int:

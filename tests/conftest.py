@@ -195,6 +195,7 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
+    keep_failures(terminalreporter)
     lines = terminalreporter._session.stash.get(too_long, [])
     if lines:
         terminalreporter.section(
@@ -202,3 +203,16 @@ def pytest_terminal_summary(terminalreporter):
         )
         for _, line in lines:
             terminalreporter.line(line)
+
+
+def keep_failures(terminalreporter):
+    """Leave a line for each failure in the folder that processes share; it is printed last."""
+    folder = terminalreporter.config.getoption("share")
+    lines = [
+        f"{kind} {report.nodeid} {(report.longreprtext.splitlines() or [''])[-1]}"
+        for kind in ("failed", "error")
+        for report in terminalreporter.stats.get(kind, [])
+    ]
+    lines += [line for fails, line in terminalreporter._session.stash.get(too_long, []) if fails]
+    if folder and lines:
+        Path(folder, f"{os.getpid()}.failures").write_text("".join(f"{line}\n" for line in lines))

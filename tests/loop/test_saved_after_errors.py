@@ -9,6 +9,7 @@ from harness import check_equal_bits, fit, fit_on, newest, on_ranks, slow_but
 from mesh_gpt import Meshed
 from tiny import Items, Tiny
 
+from trainer.loop.run import Run
 from trainer.record.trackers.tensorboard import TensorBoard
 
 WORDS = ["task=tiny", "run.steps=8", "eval.every_steps=3", "log.every_steps=2"]
@@ -115,6 +116,26 @@ def test_a_mistake_in_a_training_step_publishes_no_half_state(tmp_path):
 
     on_ranks(1, body)
     assert newest(tmp_path / "tiny/run").manifest["step"] == AT
+
+
+def test_an_error_between_a_step_and_its_log_loses_no_line_of_the_record(tmp_path):
+    """As torch raises one at any moment, once a worker of a data loader was killed."""
+
+    def body():
+        straight = fit(tmp_path / "straight", *WORDS, task=Tiny)
+        end = Run.at_end_of_segment
+
+        def killed(run, evaluate):
+            if run.step == AT:
+                raise RuntimeError("DataLoader worker is killed")
+            end(run, evaluate)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Run, "at_end_of_segment", killed)
+            assert "worker is killed" in ends(tmp_path, Tiny, *WORDS)[1]
+        check_resumed(fit(tmp_path, *WORDS, "run.resume=auto", task=Tiny), straight)
+
+    on_ranks(1, body)
 
 
 class FailingMesh(Meshed):

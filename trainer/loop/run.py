@@ -176,8 +176,9 @@ class Run:
         return f"; {saved}"
 
     def _flush(self) -> None:
-        """Decide on the last outcome, and record what was logged. A collective."""
+        """Decide on the last outcome, and record its means and those before it. A collective."""
         self.decisions.flush()
+        self._log_means()  # the error may have come between the step and its log
         self._log.flush()
 
     def announce(self) -> None:
@@ -295,7 +296,7 @@ class Run:
 
     def _log_means(self) -> None:
         """Record means, learning rate and speed since the last log, if due. A collective."""
-        if self.is_due("log"):
+        if self.is_due("log") and self._log.is_behind(self.step):
             self._ranks.heartbeat.enter(Phase.LOG)
             self._log.begin(self.engine, self.state.step, self.batches.steps_per_epoch)
             if self.state.step == self.num_steps:
@@ -338,9 +339,8 @@ class Run:
         self._log.note_samples(self.step, self._setup.parts, self.evaluator)
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
-        if self.decisions.ended_by and self._log.is_behind(self.state.step):
-            # the end is always logged
-            self._log.begin(self.engine, self.state.step, self.batches.steps_per_epoch)
+        if self.decisions.ended_by:  # the end is always logged
+            self._log_means()
 
     def _judged_by(self) -> tuple[str, str, float]:
         config = self.config
