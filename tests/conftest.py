@@ -38,7 +38,7 @@ torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked childr
 harness.warm_up()
 sys.path += [str(SCRIPTS), *(str(SCRIPTS / folder) for folder in OF_SCRIPTS)]
 LONGEST_S = 5.0  # limit of a default test, on an idle machine
-FAILS_AT = 2.0  # times the limit, in CI: the same test took 1.0 to 1.6 times as long on one machine
+FAILS_AT = 4.0  # times the limit, in CI: a test took up to 3 times as long on a machine in use
 END_S = 10.0  # processes of a test must end within this time after it
 LIVE_LONGER = ("munged", "slurmctld", "slurmd", "slurmstepd")  # they run as long as their module
 PR_SET_CHILD_SUBREAPER = 36

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 from trainer import ConfigError, ResidentDataset, World, load_config
 from trainer.setup.checks import check_layout
 from trainer.strategy import find_name, find_strategy
+from trainer.strategy.ddp import share_start
 from trainer.strategy.modules.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
@@ -354,3 +355,37 @@ def test_the_start_names_a_strategy_as_its_setting_does():
         names[strategy] = find_name(settings)
         assert find_strategy(settings).__name__ != names[strategy]
     assert names == {**{name: name for name in ("ddp", "fsdp", "zero1", "exact")}, "tp": "parallel"}
+
+
+class Built(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+
+def seed_by_rank(folder):
+    """Train a task whose ranks build one bias differently; return how often it is sent, too."""
+    sent = []
+    broadcast = torch.distributed.broadcast
+
+    class Task(Built):
+        def build_model(self):
+            model = super().build_model()
+            if self.world.rank:
+                nn.init.constant_(model[1].bias, 7.0)
+            return model
+
+    def count(tensor, *arguments, **named):
+        sent.append(tensor.numel())
+        return broadcast(tensor, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{share_start.__module__}.dist.broadcast", count)
+        found = fit(folder, "task=tiny", "strategy=ddp", "run.steps=2", task=Task)
+    return found["losses"], sent.count(3 * 8)
+
+
+def test_ddp_sends_at_its_start_only_what_ranks_have_built_differently(tmp_path):
+    (losses, sent), (_, received) = on_ranks(2, seed_by_rank, tmp_path / "other")
+    assert (sent, received) == (1, 1)
+    words = ("task=tiny", "strategy=ddp", "run.steps=2")
+    assert losses == fit_on(2, tmp_path / "one", *words, task=Built)["losses"]

@@ -85,13 +85,7 @@ class Group:
         """
         if self.world.world_size == 1:
             return torch.zeros_like(numbers, dtype=torch.bool)
-        both = torch.stack([numbers, ~numbers])
-        if absent is not None:
-            both[1][numbers == absent] = absent
-        both = both.to(self._wire_device())
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        unequal = both[0] != ~both[1]  # the maximum differs from the minimum
-        return (unequal if absent is None else unequal & (both[1] != absent)).cpu()
+        return find_unequal(numbers, self._wire_device(), absent)
 
     def max(self, *values: float, group: Any = None) -> list[float]:
         """Return the maximum of each value over all ranks, by another group of them if given."""
@@ -309,6 +303,19 @@ def most(group: Group, tensor: torch.Tensor, among: Any = None) -> torch.Tensor:
     sent = tensor.to(group._wire_device(), copy=True)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=among)
     return sent.to(tensor.device)
+
+
+def find_unequal(
+    numbers: torch.Tensor, device: torch.device, absent: int | None = None
+) -> torch.Tensor:
+    """Return what `Group.find_unequal` does, by a collective on this device."""
+    both = torch.stack([numbers, ~numbers])
+    if absent is not None:
+        both[1][numbers == absent] = absent
+    both = both.to(device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    unequal = both[0] != ~both[1]  # the maximum differs from the minimum
+    return (unequal if absent is None else unequal & (both[1] != absent)).cpu()
 
 
 def find_sharing(group: Group) -> list[int]:

@@ -153,12 +153,16 @@ class BufferCopies(dict[str, torch.Tensor]):
 
 
 def keep_passes(
-    model: nn.Module, buffers: BufferCopies | None = None, most_bytes: int = KEPT_BYTES
+    model: nn.Module,
+    buffers: BufferCopies | None = None,
+    most_bytes: int = KEPT_BYTES,
+    untouched: list[nn.Parameter] | None = None,
 ) -> Restore:
     """Keep what passes write: buffers, plain values, parameters; drop gradients at the end.
 
     Parameters that a forward pass writes are restored, up to `most_bytes` of them, but not those of
-    FSDP. New attributes that hold tensors or plain values, such as caches, are removed.
+    FSDP; the others are added to `untouched`. New attributes that hold tensors or plain values,
+    such as caches, are removed.
     """
     before = BufferCopies(model) if buffers is None else buffers
     parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
@@ -178,6 +182,8 @@ def keep_passes(
                 is_written = parameter._version != version or not torch.equal(parameter, values)
                 if is_written and parameter.shape == values.shape:  # by parameter.data, too
                     parameter.copy_(values)
+                elif untouched is not None and not is_written:
+                    untouched.append(parameter)
         before.restore()
         model.zero_grad(set_to_none=True)
 

@@ -87,10 +87,10 @@ def check_layout(config: Config, world: World) -> None:
     Precision.check(config.strategy.precision, world.device)
     kind = find_strategy(config.strategy)
     kind.check(config, world)
+    parts = kind.batch_split(config)
+    check_batch(config.data.global_batch, parts, Mesh.of(config.strategy.mesh, world).data_size)
     choose_backend(config.dist, world)
     check_init(config.dist, world)
-    ranks = Mesh.of(config.strategy.mesh, world).data_size
-    check_batch(config.data.global_batch, kind.batch_split(config), ranks)
 
 
 def for_these_ranks(config: Config) -> Config:

@@ -166,6 +166,7 @@ class Strategy(ABC):
         self.rows = spec.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
+        self.untouched: list[nn.Parameter] = []  # by a pass, as the dry run has seen
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed

@@ -253,16 +253,21 @@ class SlicedPasses:
     def _borrowed(self) -> Iterator[Tensors]:
         """Give the model copies of its tensors; perturb and yield the weights that are trained.
 
-        Those that are frozen have the values that they keep, and may be most of a large model.
+        Those that are frozen have the values that they keep, and may be most of a large model: they
+        are not copied, unless a pass has written them.
         """
         module = self.subject.module
         has_graph = self.depth != "forward"
+        untouched = set(map(id, self.subject.parts.strategy.untouched))
         with torch.set_grad_enabled(has_graph):
             perturbed = torch.Generator().manual_seed(0)
 
             def copy(tensor: torch.Tensor) -> torch.Tensor:
-                values = self._widened(tensor.detach().clone())
-                is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+                is_parameter = isinstance(tensor, nn.Parameter)
+                is_trained = is_parameter and tensor.requires_grad
+                is_shared = id(tensor) in untouched and not is_trained
+                values = tensor.detach()
+                values = self._widened(values if is_shared else values.clone())
                 if is_trained and has_graph:
                     perturb(values, perturbed)
                 return values
