@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from trainer import ConfigError, ResidentDataset, Trainer, World, load_config
 from trainer.distributed.launchers import Launcher
-from trainer.strategy.modules.dry_run import FlopCounter, uncounted
+from trainer.strategy.modules.dry_run import FlopCounter, FrozenKept, uncounted
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 
@@ -361,3 +361,37 @@ def test_launch_is_refused_under_a_launcher_and_without_ranks(tmp_path):
             ConfigError, match=r"^launch\(ranks=.*: must be an integer of at least 1"
         ):
             Tiny(config).launch(ranks)
+
+
+class Teacher(nn.Module):
+    """A frozen copy that follows a layer in each forward pass, written in four ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.frozen = nn.ModuleList(nn.Linear(4, 3).requires_grad_(False) for _ in range(5))
+
+    def forward(self, x):
+        new = self.layer.weight.detach()
+        with torch.no_grad():
+            self.frozen[0].weight.lerp_(new, 0.1)
+            self.frozen[1].weight.data.mul_(0.5)
+            torch._foreach_add_([self.frozen[2].weight], 1.0)
+            torch.add(new, 1.0, out=self.frozen[3].weight)
+        self.frozen[4].weight.data = new + 1
+        return self.layer(x) + sum(each(x) for each in self.frozen)
+
+
+def test_frozen_weights_that_a_dry_run_writes_get_their_values_back():
+    model = Teacher()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    with FrozenKept(frozen) as kept:
+        model(torch.ones(2, 4)).sum().backward()
+    assert not any(
+        torch.equal(each.weight, before[f"frozen.{n}.weight"])
+        for n, each in enumerate(model.frozen)
+    )
+    assert kept.restore() == [each.bias for each in model.frozen]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert kept.total > 0

@@ -156,16 +156,17 @@ def keep_passes(
     model: nn.Module,
     buffers: BufferCopies | None = None,
     most_bytes: int = KEPT_BYTES,
-    untouched: list[nn.Parameter] | None = None,
+    has_frozen: bool = True,
 ) -> Restore:
     """Keep what passes write: buffers, plain values, parameters; drop gradients at the end.
 
     Parameters that a forward pass writes are restored, up to `most_bytes` of them, but not those of
-    FSDP; the others are added to `untouched`. New attributes that hold tensors or plain values,
-    such as caches, are removed.
+    FSDP, and not the frozen ones unless `has_frozen`. New attributes that hold tensors or plain
+    values, such as caches, are removed.
     """
     before = BufferCopies(model) if buffers is None else buffers
     parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
+    parameters = [p for p in parameters if has_frozen or p.requires_grad]
     # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
     is_gathered = any(hasattr(each, "unshard") for each in model.modules())
     is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= most_bytes
@@ -182,8 +183,6 @@ def keep_passes(
                 is_written = parameter._version != version or not torch.equal(parameter, values)
                 if is_written and parameter.shape == values.shape:  # by parameter.data, too
                     parameter.copy_(values)
-                elif untouched is not None and not is_written:
-                    untouched.append(parameter)
         before.restore()
         model.zero_grad(set_to_none=True)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,7 @@ from trainer.rng.forward import ExampleRng
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
-from trainer.strategy.modules.dry_run import FlopCounter, check_reached, eager
+from trainer.strategy.modules.dry_run import FrozenKept, check_reached, eager
 from trainer.strategy.modules.running_statistics import RunningStatistics
 from trainer.strategy.modules.tensor_memory import (
     ActivationCheckpoint,
@@ -166,7 +167,7 @@ class Strategy(ABC):
         self.rows = spec.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
-        self.untouched: list[nn.Parameter] = []  # by a pass, as the dry run has seen
+        self.untouched: list[nn.Parameter] = []  # frozen ones that the dry run has not written
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed
@@ -310,12 +311,14 @@ class Strategy(ABC):
     def _dry_run(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Run forward and backward once on the unwrapped module.
 
-        Lazy layers create their weights, and the operations are counted.
+        Lazy layers create their weights, and the operations are counted. Frozen parameters that a
+        pass writes get their values back.
         """
         inputs, targets = copied(batch)
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
         watched = self.spec.draws.traces.watched("loss")
-        with eager(self.spec.config), FlopCounter() as counter, watch, watched:
+        frozen = [p for p in self.module.parameters() if not p.requires_grad and not is_lazy(p)]
+        with eager(self.spec.config), FrozenKept(frozen) as counter, watch, watched:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()
@@ -324,6 +327,7 @@ class Strategy(ABC):
                 raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
                     give its layer sparse=False""")
         self.flops = counter.total / count_rows(targets, inputs)
+        self.untouched = counter.restore()
         self.tensors = self._open_tensors()
         is_whole = self.config.recompute == "none" and self.spec.config.run.compile != "blocks"
         self._compile([self.module] if is_whole else self.blocks)

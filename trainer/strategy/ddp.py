@@ -149,7 +149,7 @@ class DistributedDataParallel(Strategy):
         reached: list[torch.Tensor] = []
         known = [p for p in self.module.parameters() if p.requires_grad and not is_lazy(p)]
         hooks = (p.register_post_accumulate_grad_hook(reached.append) for p in known)
-        with sandbox(keep_passes(self.module, before, untouched=self.untouched)), hooked(hooks):
+        with sandbox(keep_passes(self.module, before, has_frozen=False)), hooked(hooks):
             self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached(objective)

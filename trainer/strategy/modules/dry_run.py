@@ -56,6 +56,49 @@ def uncounted() -> Iterator[None]:
         _is_repeated.reset(before)
 
 
+class FrozenKept(FlopCounter):
+    """Copies frozen parameters before an operation writes them: most of a model may be frozen."""
+
+    def __init__(self, frozen: Iterable[nn.Parameter]):
+        super().__init__()
+        self._before = [(p, p.detach()) for p in frozen]
+        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
+        self._places = {_place(values) for _, values in self._before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        for number, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._keep(args[number] if number < len(args) else kwargs.get(argument.name))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _keep(self, written: Any) -> None:
+        for each in written if isinstance(written, (list, tuple)) else [written]:
+            place = _place(each) if isinstance(each, torch.Tensor) else 0
+            if place in self._places and place not in self._copies:
+                found = [values for _, values in self._before if _place(values) == place]
+                self._copies[place] = [(values, values.clone()) for values in found]
+
+    @torch.no_grad()
+    def restore(self) -> list[nn.Parameter]:
+        """Give those that were written their values back; return the others."""
+        for copies in self._copies.values():
+            for values, copy in copies:
+                values.copy_(copy)
+        untouched = []
+        for parameter, values in self._before:
+            if _place(parameter) != _place(values):  # by an assignment to parameter.data
+                parameter.data = values
+            elif _place(values) not in self._copies:
+                untouched.append(parameter)
+        return untouched
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
 @contextmanager
 def hooked(hooks: Iterable[Any]) -> Iterator[None]:
     """Remove hooks, registered at the start of the block, at its end."""
