@@ -339,8 +339,7 @@ class Run:
         self._log.note_samples(self.step, self._setup.parts, self.evaluator)
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
-        if self.decisions.ended_by:  # the end is always logged
-            self._log_means()
+        self._log_means()  # if the evaluation has ended the run: the end is always logged
 
     def _judged_by(self) -> tuple[str, str, float]:
         config = self.config

@@ -160,7 +160,6 @@ class Strategy(ABC):
         """
         config, world, model = spec.config, spec.world, spec.model
         self.spec = spec
-        self.blocks = spec.blocks
         self.config = config.strategy
         self.world = world
         self.precision = spec.precision
@@ -183,6 +182,10 @@ class Strategy(ABC):
         self.tensors = self._open_tensors()
         if not any(p.requires_grad for p in self.tensors.structure.parameters()):
             raise ConfigError("build_model: must return a model with trainable parameters")
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return self.spec.blocks
 
     def _synchronize(self, model: nn.Module) -> None:
         """Make BatchNorm compute its statistics over the rows of all ranks."""

@@ -258,17 +258,14 @@ class SlicedPasses:
         """
         module = self.subject.module
         has_graph = self.depth != "forward"
-        untouched = set(map(id, self.subject.parts.strategy.untouched))
+        untouched = {id(frozen) for frozen in self.subject.parts.strategy.untouched}
         with torch.set_grad_enabled(has_graph):
             perturbed = torch.Generator().manual_seed(0)
 
             def copy(tensor: torch.Tensor) -> torch.Tensor:
-                is_parameter = isinstance(tensor, nn.Parameter)
-                is_trained = is_parameter and tensor.requires_grad
-                is_shared = id(tensor) in untouched and not is_trained
-                values = tensor.detach()
-                values = self._widened(values if is_shared else values.clone())
-                if is_trained and has_graph:
+                is_shared = id(tensor) in untouched and not tensor.requires_grad
+                values = self._widened(tensor.detach() if is_shared else tensor.detach().clone())
+                if has_graph and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     perturb(values, perturbed)
                 return values
 

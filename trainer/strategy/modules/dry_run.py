@@ -89,7 +89,7 @@ class FrozenKept(FlopCounter):
         untouched = []
         for parameter, values in self._before:
             if _place(parameter) != _place(values):  # by an assignment to parameter.data
-                parameter.data = values
+                parameter.set_(values)  # type: ignore[call-overload]
             elif _place(values) not in self._copies:
                 untouched.append(parameter)
         return untouched
