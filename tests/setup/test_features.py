@@ -385,8 +385,7 @@ class Teacher(nn.Module):
 def test_frozen_weights_that_a_dry_run_writes_get_their_values_back():
     model = Teacher()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    with FrozenKept(frozen) as kept:
+    with FrozenKept(model) as kept:
         model(torch.ones(2, 4)).sum().backward()
     assert not any(
         torch.equal(each.weight, before[f"frozen.{n}.weight"])

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
@@ -320,8 +319,7 @@ class Strategy(ABC):
         inputs, targets = copied(batch)
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
         watched = self.spec.draws.traces.watched("loss")
-        frozen = [p for p in self.module.parameters() if not p.requires_grad and not is_lazy(p)]
-        with eager(self.spec.config), FrozenKept(frozen) as counter, watch, watched:
+        with eager(self.spec.config), FrozenKept(self.module) as counter, watch, watched:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -59,8 +60,9 @@ def uncounted() -> Iterator[None]:
 class FrozenKept(FlopCounter):
     """Copies frozen parameters before an operation writes them: most of a model may be frozen."""
 
-    def __init__(self, frozen: Iterable[nn.Parameter]):
+    def __init__(self, model: nn.Module):
         super().__init__()
+        frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
         self._before = [(p, p.detach()) for p in frozen]
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
         self._places = {_place(values) for _, values in self._before}
