@@ -50,7 +50,8 @@ def digest(tensor: torch.Tensor) -> int:
     """Return 64 bits of a tensor's bits and positions, by integer arithmetic modulo 2**64."""
     kinds = {1: torch.uint8, 2: torch.int16}
     kind = kinds.get(tensor.element_size(), torch.int32)
-    bits = tensor.detach().contiguous().reshape(-1).view(kind)
+    plain = tensor.int_repr() if tensor.is_quantized else tensor.detach().resolve_conj()
+    bits = plain.resolve_neg().contiguous().reshape(-1).view(kind)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     chunk = min(len(bits), CACHED if bits.device.type == "cpu" else CHUNK)
     places = torch.arange(1, chunk + 1, device=bits.device) * _SPREAD

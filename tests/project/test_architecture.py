@@ -383,6 +383,7 @@ KNOWN = {
     *("optimizer.step", "inner.state"),  # gathered around, and shared with what wraps it
     *("block.forward", "made._axis", "made._length", "made._dim"),  # of a tensor being made
     *("task._run", "task.config", "task.world"),  # by functions beside Trainer
+    "parameter.data",  # put back after a pass has replaced it
     "made._metadata",  # of a state_dict that is copied
     "tempfile.tempdir",  # restored afterwards
     "mpi4py.rc.thread_level",

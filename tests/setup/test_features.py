@@ -364,12 +364,13 @@ def test_launch_is_refused_under_a_launcher_and_without_ranks(tmp_path):
 
 
 class Teacher(nn.Module):
-    """A frozen copy that follows a layer in each forward pass, written in four ways."""
+    """Frozen layers that follow another one in each forward pass, each in a way of its own."""
 
-    def __init__(self):
+    def __init__(self, width=600):
         super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.frozen = nn.ModuleList(nn.Linear(4, 3).requires_grad_(False) for _ in range(5))
+        self.layer = nn.Linear(width, width)
+        layers = (nn.Linear(width, width).requires_grad_(False) for _ in range(7))
+        self.frozen = nn.ModuleList(layers)
 
     def forward(self, x):
         new = self.layer.weight.detach()
@@ -379,18 +380,19 @@ class Teacher(nn.Module):
             torch._foreach_add_([self.frozen[2].weight], 1.0)
             torch.add(new, 1.0, out=self.frozen[3].weight)
         self.frozen[4].weight.data = new + 1
-        return self.layer(x) + sum(each(x) for each in self.frozen)
+        self.frozen[5].weight.data = self.frozen[5].weight.data.bfloat16()
+        return self.layer(x) + sum(each(x) for each in self.frozen if each.weight.dtype == x.dtype)
 
 
-def test_frozen_weights_that_a_dry_run_writes_get_their_values_back():
+def test_frozen_weights_that_a_pass_writes_get_their_values_back():
     model = Teacher()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with FrozenKept(model) as kept:
-        model(torch.ones(2, 4)).sum().backward()
-    assert not any(
-        torch.equal(each.weight, before[f"frozen.{n}.weight"])
-        for n, each in enumerate(model.frozen)
-    )
-    assert kept.restore() == [each.bias for each in model.frozen]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert kept.total > 0
+    with pytest.raises(ZeroDivisionError), FrozenKept(model) as kept:
+        model(torch.ones(2, 600)).sum().backward()
+        for number, each in enumerate(model.frozen[:6]):
+            there = before[f"frozen.{number}.weight"]
+            assert each.weight.dtype != there.dtype or not torch.equal(each.weight, there)
+        _ = 1 / 0
+    assert kept.untouched == [model.frozen[6].weight] and kept.total > 0
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -31,6 +31,7 @@ DEPTH = 4  # of attributes of attributes
 MOST_BYTES = 2**24  # of a tensor whose changes in place are undone
 MOST_ITEMS = 1000  # of a container that are compared
 KEPT_BYTES = 2**30  # of parameters, which are copied for a pass
+LARGE_BYTES = 2**20  # of a parameter; statistics are smaller, whose operations hide what they write
 PLAIN = (bool, int, float, str, type(None))
 OF_A_TASK = {"config", "world", "options", "_run"}
 OF_A_MODULE = {*vars(nn.Module()), "_compiled_call_impl"}
@@ -156,17 +157,17 @@ def keep_passes(
     model: nn.Module,
     buffers: BufferCopies | None = None,
     most_bytes: int = KEPT_BYTES,
-    has_frozen: bool = True,
+    has_large: bool = True,
 ) -> Restore:
     """Keep what passes write: buffers, plain values, parameters; drop gradients at the end.
 
     Parameters that a forward pass writes are restored, up to `most_bytes` of them, but not those of
-    FSDP, and not the frozen ones unless `has_frozen`. New attributes that hold tensors or plain
+    FSDP, and not large frozen ones unless `has_large`. New attributes that hold tensors or plain
     values, such as caches, are removed.
     """
     before = BufferCopies(model) if buffers is None else buffers
     parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
-    parameters = [p for p in parameters if has_frozen or p.requires_grad]
+    parameters = [p for p in parameters if has_large or not is_large_frozen(p)]
     # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
     is_gathered = any(hasattr(each, "unshard") for each in model.modules())
     is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= most_bytes
@@ -187,6 +188,12 @@ def keep_passes(
         model.zero_grad(set_to_none=True)
 
     return restore
+
+
+def is_large_frozen(parameter: nn.Parameter) -> bool:
+    """Return True for a frozen weight that passes share and do not copy, unless they write it."""
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return is_plain and not parameter.requires_grad and parameter.nbytes > LARGE_BYTES
 
 
 def _new_values(module: nn.Module, names: Set[str]) -> list[str]:

@@ -165,7 +165,7 @@ class Strategy(ABC):
         self.rows = spec.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
-        self.untouched: list[nn.Parameter] = []  # frozen ones that the dry run has not written
+        self.untouched: list[nn.Parameter] = []  # large frozen ones, by the dry run
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed
@@ -313,8 +313,7 @@ class Strategy(ABC):
     def _dry_run(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Run forward and backward once on the unwrapped module.
 
-        Lazy layers create their weights, and the operations are counted. Frozen parameters that a
-        pass writes get their values back.
+        Lazy layers create their weights, and the operations are counted.
         """
         inputs, targets = copied(batch)
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
@@ -328,7 +327,7 @@ class Strategy(ABC):
                 raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
                     give its layer sparse=False""")
         self.flops = counter.total / count_rows(targets, inputs)
-        self.untouched = counter.restore()
+        self.untouched = counter.untouched
         self.tensors = self._open_tensors()
         is_whole = self.config.recompute == "none" and self.spec.config.run.compile != "blocks"
         self._compile([self.module] if is_whole else self.blocks)

@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
-from trainer.codec import bytes_of, digest
+from trainer.codec import bytes_of, digest, name_of
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch, MicroBatches
 from trainer.distributed import accelerator
-from trainer.distributed.group import find_unequal
+from trainer.distributed.group import find_unequal, number_of
 from trainer.distributed.rendezvous import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -86,9 +86,13 @@ def share_start(module: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's parameters and buffers, by sending those that differ. A collective.
 
     DDP sends all of them, through buffers of 250 MB: over gloo that takes 4 s for SmolLM2-135M,
-    where the digests of what each rank has built take 0.5 s.
+    where the digests of what each rank has built take 0.5 s. Raises ConfigError for other shapes.
     """
     tensors = [*module.parameters(), *module.buffers()]
+    kinds = [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+    if find_unequal(torch.tensor([number_of(kinds)]), device).any():
+        raise ConfigError("""build_model: the parameters have other shapes or dtypes on some ranks:
+            must be equal; give lazy layers their sizes""")
     own = torch.tensor([digest(tensor) for tensor in tensors], dtype=torch.int64)
     unequal = find_unequal(own, device).tolist()
     for tensor, differs in zip(tensors, unequal, strict=True):
@@ -149,7 +153,7 @@ class DistributedDataParallel(Strategy):
         reached: list[torch.Tensor] = []
         known = [p for p in self.module.parameters() if p.requires_grad and not is_lazy(p)]
         hooks = (p.register_post_accumulate_grad_hook(reached.append) for p in known)
-        with sandbox(keep_passes(self.module, before, has_frozen=False)), hooked(hooks):
+        with sandbox(keep_passes(self.module, before, has_large=False)), hooked(hooks):
             self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached(objective)

@@ -197,7 +197,7 @@ class Exact(Strategy):
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         before = BufferCopies(self.module)
-        with sandbox(keep_passes(self.module, before, has_frozen=False)):
+        with sandbox(keep_passes(self.module, before, has_large=False)):
             with _deterministic():
                 self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)

@@ -30,7 +30,7 @@ class SingleDevice(Strategy):
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         before = BufferCopies(self.module)
-        with sandbox(keep_passes(self.module, before, has_frozen=False)):
+        with sandbox(keep_passes(self.module, before, has_large=False)):
             self._dry_run(batch, objective)
             self.statistics.find(self.module, before)
 

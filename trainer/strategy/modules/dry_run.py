@@ -9,16 +9,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.schema import Config, StrategySettings
 from trainer.errors import ConfigError
+from trainer.sandbox import is_large_frozen
 
 NOISE = 0.05  # of a weight
 
@@ -58,47 +60,49 @@ def uncounted() -> Iterator[None]:
 
 
 class FrozenKept(FlopCounter):
-    """Copies frozen parameters before an operation writes them: most of a model may be frozen."""
+    """Copies large frozen parameters before an operation writes them, and restores them at the end.
+
+    Most of a model may be frozen. `untouched` then has those that nothing has written.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
-        self._before = [(p, p.detach()) for p in frozen]
-        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
+        self.untouched: list[nn.Parameter] = []
+        self._before = [(p, p.detach()) for p in model.parameters() if is_large_frozen(p)]
         self._places = {_place(values) for _, values in self._before}
+        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        for number, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+        is_sent = func.namespace == "c10d"  # whose schemas do not say what is written
+        for number, argument in enumerate(schema.arguments if schema.is_mutable or is_sent else ()):
+            if is_sent or (argument.alias_info is not None and argument.alias_info.is_write):
                 self._keep(args[number] if number < len(args) else kwargs.get(argument.name))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _keep(self, written: Any) -> None:
-        for each in written if isinstance(written, (list, tuple)) else [written]:
-            place = _place(each) if isinstance(each, torch.Tensor) else 0
+        for each in tree_leaves(written):
+            place = _place(each)
             if place in self._places and place not in self._copies:
                 found = [values for _, values in self._before if _place(values) == place]
                 self._copies[place] = [(values, values.clone()) for values in found]
 
     @torch.no_grad()
-    def restore(self) -> list[nn.Parameter]:
-        """Give those that were written their values back; return the others."""
-        for copies in self._copies.values():
-            for values, copy in copies:
-                values.copy_(copy)
-        untouched = []
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for values, copy in chain(*self._copies.values()):
+            values.copy_(copy)
         for parameter, values in self._before:
             if _place(parameter) != _place(values):  # by an assignment to parameter.data
-                parameter.set_(values)  # type: ignore[call-overload]
+                parameter.data = values
             elif _place(values) not in self._copies:
-                untouched.append(parameter)
-        return untouched
+                self.untouched.append(parameter)
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+def _place(value: Any) -> int:
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_plain else 0
 
 
 @contextmanager
