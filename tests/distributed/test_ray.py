@@ -113,8 +113,8 @@ def one_node():
         yield made
 
 
+@pytest.mark.slow
 def test_ranks_on_a_cluster_have_the_bits_of_others(one_node, tmp_path):
-    """The quick one: on an idle machine some 6 s, half of it the start of the cluster."""
     words = ["task=tiny", "strategy=exact", "run.steps=4", "run.name=a", "eval.every_epochs=null"]
     words += ["log.trackers=[]"]  # no import of TensorBoard
     reference = fit_on(2, tmp_path / "reference", *words)["directory"]

@@ -27,7 +27,7 @@ from trainer.hook_calls import call
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import ExampleRng
 from trainer.sandbox import keep_attributes, keep_generators, keep_tensors, sandbox
-from trainer.strategy.modules.dry_run import FrozenKept, perturb
+from trainer.strategy.modules.dry_run import perturb
 from trainer.strategy.tensor_shards import replace_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -254,7 +254,8 @@ class SlicedPasses:
         """Give the model copies of its tensors; perturb and yield the weights that are trained.
 
         Those that are frozen have the values that they keep, and may be most of a large model: they
-        are not copied before a pass writes them.
+        are not copied unless the dry run has written them, and one that a later pass writes is
+        told by `RowIndependenceCheck.examine`.
         """
         module = self.subject.module
         has_graph = self.depth != "forward"
@@ -269,7 +270,7 @@ class SlicedPasses:
                     perturb(values, perturbed)
                 return values
 
-            with sandbox(keep_tensors(module)), FrozenKept(module) if untouched else nullcontext():
+            with sandbox(keep_tensors(module)):
                 borrow_tensors(module, copy)
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
 
