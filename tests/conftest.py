@@ -188,9 +188,14 @@ def pytest_runtest_makereport(item, call):
             item.session.stash.setdefault(too_long, []).append(found)
 
 
+def failing(session):
+    """Return the lines of tests that took so long that they fail, which only CI lets them."""
+    found = session.stash.get(too_long, []) if os.environ.get("CI") == "true" else []
+    return [line for fails, line in found if fails]
+
+
 def pytest_sessionfinish(session):
-    found = session.stash.get(too_long, [])
-    if any(fails for fails, _ in found) and os.environ.get("CI") == "true":
+    if failing(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -213,8 +218,6 @@ def keep_failures(terminalreporter):
         for kind in ("failed", "error")
         for report in terminalreporter.stats.get(kind, [])
     ]
-    if os.environ.get("CI") == "true":
-        every = terminalreporter._session.stash.get(too_long, [])
-        lines += [line for fails, line in every if fails]
+    lines += failing(terminalreporter._session)
     if folder and lines:
         Path(folder, f"{os.getpid()}.failures").write_text("".join(f"{line}\n" for line in lines))

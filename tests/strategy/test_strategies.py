@@ -389,3 +389,16 @@ def test_ddp_sends_at_its_start_only_what_ranks_have_built_differently(tmp_path)
     assert (sent, received) == (1, 1)
     words = ("task=tiny", "strategy=ddp", "run.steps=2")
     assert losses == fit_on(2, tmp_path / "one", *words, task=Built)["losses"]
+
+
+class WiderOnOne(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.ZeroPad1d((0, self.world.rank)), nn.LazyLinear(3))
+
+
+def test_lazy_layers_of_other_widths_on_some_ranks_are_one_line(tmp_path):
+    def refused():
+        with pytest.raises(ConfigError, match="buffers have other shapes or dtypes on some ranks"):
+            fit(tmp_path, "task=tiny", "strategy=ddp", "run.prove=false", task=WiderOnOne)
+
+    on_ranks(2, refused)

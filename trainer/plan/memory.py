@@ -74,8 +74,8 @@ def _part(trial: Trial, parameter: nn.Parameter) -> nn.Parameter:
 
 def _list_units(model: FakeModel, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
     """Return the parameters of each unit of FSDP, and how many of the units are blocks."""
-    own = {model.blocks[number] for number in model.partition.blocks_of[stage]}
-    blocks = [block for block in inner_first(model.module, model.blocks) if block in own]
+    own = {model.spec.blocks[number] for number in model.partition.blocks_of[stage]}
+    blocks = [block for block in inner_first(model.module, model.spec.blocks) if block in own]
     seen: set[nn.Parameter] = set()
     units = []
     num_blocks = 0

@@ -240,7 +240,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
         tokens=count_tokens(trial, passes),
         speed=estimate(trial, layout.device, memory, messages, every) if layout.device else None,
         fetching=measure_fetching(trial.batches.dataset, plan.global_batch, layout.num_nodes),
-        has_blocks=bool(trial.strategy.blocks),
+        has_blocks=bool(trial.strategy.spec.blocks),
         is_split_fixed=trial.is_split_fixed,
     )
 

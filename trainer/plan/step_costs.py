@@ -209,7 +209,7 @@ def _follow(trial: Trial, followed: PipelinePass) -> Objective:
     """Run forward and backward, and return the loss, which then knows its form."""
     objective = _objective(trial)
     blocks_of = trial.strategy.partition.blocks_of if trial.mesh.pipeline > 1 else ()
-    firsts = [trial.strategy.blocks[numbers[0]] for numbers in blocks_of]
+    firsts = [trial.strategy.spec.blocks[numbers[0]] for numbers in blocks_of]
     precision = trial.parts.precision
     with (
         hooked(_follow_into(block, stage, followed) for stage, block in enumerate(firsts)),

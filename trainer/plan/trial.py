@@ -120,7 +120,7 @@ class FakeModel(SingleDevice):
         groups = self.world.groups
         is_meshed = find_strategy(self.config).builds_on_rank_0 and mesh.size > 1
         if is_meshed:
-            inner_first(model, self.blocks)  # which checks them
+            inner_first(model, self.spec.blocks)  # which checks them
             Values(model, self.world, self.precision.dtype, self.precision.autocast_dtype)
         else:
             kept = find_narrow(model, self.precision.autocast_dtype)
@@ -132,7 +132,7 @@ class FakeModel(SingleDevice):
             self.context = Context(groups["context"])
         self.partition = Partition(spec, mesh, self.context)
         for numbers in self.partition.blocks_of if mesh.tensor > 1 and self.config.sequence else ():
-            divide_sequence([self.blocks[number] for number in numbers], groups["tensor"])
+            divide_sequence([self.spec.blocks[number] for number in numbers], groups["tensor"])
         self.partial = self.partition.partial  # while its model has the parameters that it knows
         cuts = [self.partition.cuts.get(p) for p in model.parameters()]
         with self._mode:

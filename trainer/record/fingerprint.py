@@ -81,9 +81,9 @@ def of_built(datasets: Mapping[str, Any], sampling: Sampling, model: nn.Module) 
     facts: dict[str, Any] = {}
     for split, values in of_data(datasets, sampling).items():
         facts |= {f"the {split} data's {name}": value for name, value in values.items()}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not is_lazy(tensor):
-            facts[f"the shape of {name}"] = list(tensor.shape)
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter):
+            facts[f"the shape of {name}"] = list(parameter.shape)
     return facts
 
 

@@ -176,15 +176,11 @@ class Strategy(ABC):
             self._synchronize(model)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
-        recompute(model, self.config.recompute, self.blocks)
+        recompute(model, self.config.recompute, self.spec.blocks)
         self.module = self._place(model)
         self.tensors = self._open_tensors()
         if not any(p.requires_grad for p in self.tensors.structure.parameters()):
             raise ConfigError("build_model: must return a model with trainable parameters")
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return self.spec.blocks
 
     def _synchronize(self, model: nn.Module) -> None:
         """Make BatchNorm compute its statistics over the rows of all ranks."""
@@ -197,8 +193,8 @@ class Strategy(ABC):
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
-        elif self.blocks and is_here:  # otherwise the model placed its parts itself
-            self._places = place_blocks(model, self.blocks, self.world.devices)
+        elif self.spec.blocks and is_here:  # otherwise the model placed its parts itself
+            self._places = place_blocks(model, self.spec.blocks, self.world.devices)
         if self.config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
@@ -330,7 +326,7 @@ class Strategy(ABC):
         self.untouched = counter.untouched
         self.tensors = self._open_tensors()
         is_whole = self.config.recompute == "none" and self.spec.config.run.compile != "blocks"
-        self._compile([self.module] if is_whole else self.blocks)
+        self._compile([self.module] if is_whole else self.spec.blocks)
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""

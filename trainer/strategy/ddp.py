@@ -91,8 +91,8 @@ def share_start(module: nn.Module, device: torch.device) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     kinds = [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]
     if find_unequal(torch.tensor([number_of(kinds)]), device).any():
-        raise ConfigError("""build_model: the parameters have other shapes or dtypes on some ranks:
-            must be equal; give lazy layers their sizes""")
+        raise ConfigError("""build_model: parameters or buffers have other shapes or dtypes on
+            some ranks: must be equal; give lazy layers their sizes""")
     own = torch.tensor([digest(tensor) for tensor in tensors], dtype=torch.int64)
     unequal = find_unequal(own, device).tolist()
     for tensor, differs in zip(tensors, unequal, strict=True):
