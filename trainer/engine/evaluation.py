@@ -27,7 +27,7 @@ from trainer.errors import ConfigError
 from trainer.hook_calls import call_hook
 from trainer.micro_batch import count_rows
 from trainer.sandbox import BufferCopies, keep_attributes, keep_passes, sandbox
-from trainer.strategy.modules.dry_run import eager
+from trainer.strategy.modules.dry_run import FrozenKept, eager
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
@@ -264,9 +264,11 @@ class Evaluator:
     def _trial(self) -> Iterator[None]:
         self._heartbeat.enter(Phase.EVALUATE)
         module = self._strategy.module
+        has_large = not self._strategy.untouched  # else copied when an operation writes them
         with (
             self.evaluating(),
-            sandbox(keep_passes(module), keep_attributes(module, self._hooks)),
+            nullcontext() if has_large else FrozenKept(module),
+            sandbox(keep_passes(module, has_large=has_large), keep_attributes(module, self._hooks)),
             self._group.agreed("computing metrics"),
         ):
             yield

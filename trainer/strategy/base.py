@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,13 +24,13 @@ from trainer.data.preparation import MicroBatch, MicroBatches
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, counted
 from trainer.hook_calls import call
-from trainer.micro_batch import copied, count_rows
+from trainer.micro_batch import copied, count_rows, slice_rows
 from trainer.rng.compiled import compiled
 from trainer.rng.forward import ExampleRng
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
-from trainer.strategy.modules.dry_run import FrozenKept, check_reached, eager
+from trainer.strategy.modules.dry_run import FrozenKept, check_reached, eager, is_large
 from trainer.strategy.modules.running_statistics import RunningStatistics
 from trainer.strategy.modules.tensor_memory import (
     ActivationCheckpoint,
@@ -166,6 +166,7 @@ class Strategy(ABC):
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self.untouched: list[nn.Parameter] = []  # large frozen ones, by the dry run
+        self.sends = True  # in a pass of the module alone, as far as the dry run knows
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed
@@ -309,24 +310,40 @@ class Strategy(ABC):
     def _dry_run(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Run forward and backward once on the unwrapped module.
 
-        Lazy layers create their weights, and the operations are counted.
+        Lazy layers create their weights, and the operations are counted. One row of a large model
+        is enough, unless it reaches fewer parameters, as it may of experts. A collective.
         """
-        inputs, targets = copied(batch)
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
-        watched = self.spec.draws.traces.watched("loss")
-        with eager(self.spec.config), FrozenKept(self.module) as counter, watch, watched:
-            with self.precision.autocast():
-                total, _ = objective(call(self.module, inputs, self.rows), targets)
-            total.backward()
+        with eager(self.spec.config), watch, self.spec.draws.traces.watched("loss"):
+            found = None
+            if is_large(self.module):
+                with suppress(Exception):  # such as a norm over rows
+                    row = slice_rows(batch, 0, 1, count_rows(*reversed(batch)))
+                    found = self._dry_pass(row, objective)
+                has_all = all(p.grad is not None for p in self.tensors.trained)
+                if any(self._any_rank([found is None or not has_all])):
+                    found = None
+                    self.module.zero_grad()
+            found = found or self._dry_pass(batch, objective)
+        self.flops, self.untouched, self.sends = found
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
                     give its layer sparse=False""")
-        self.flops = counter.total / count_rows(targets, inputs)
-        self.untouched = counter.untouched
         self.tensors = self._open_tensors()
         is_whole = self.config.recompute == "none" and self.spec.config.run.compile != "blocks"
         self._compile([self.module] if is_whole else self.spec.blocks)
+
+    def _dry_pass(
+        self, batch: MicroBatch, objective: ObjectiveProtocol
+    ) -> tuple[float, list[nn.Parameter], bool]:
+        """Return the operations of a row, the frozen weights left as they are, and who is heard."""
+        inputs, targets = copied(batch)
+        with FrozenKept(self.module) as counter:
+            with self.precision.autocast():
+                total, _ = objective(call(self.module, inputs, self.rows), targets)
+            total.backward()
+        return counter.total / count_rows(targets, inputs), counter.untouched, counter.has_sent
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""

@@ -85,6 +85,9 @@ class Counters:
         with sandbox(keep_attributes(self._module, self._task)):
             return self._try_ahead(passes, second, by)
 
+    def have_advanced(self) -> bool:
+        return bool(_list_steps(self._before, self._read()))
+
     def _try_ahead(self, passes: CounterPasses, second: Numbers, by: Numbers) -> Found:
         """Run passes with the counters that a first pass advanced `by` steps at other numbers."""
         try:

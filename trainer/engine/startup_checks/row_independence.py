@@ -53,10 +53,10 @@ from trainer.same import OF_RANKS, ROWS
 from trainer.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 from trainer.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
+from trainer.strategy.modules.dry_run import LARGE_BYTES
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
-FP64_BYTES = 2**27  # of a model that is copied in fp64
 MIXED = (
     "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
     " or augment; prepare each row from itself, and draw with the `random` that augment gets"
@@ -94,6 +94,7 @@ class RowIndependenceCheck:
         self._parts = parts
         self._recorder = recorder
         self._flops = 0.0  # of norm_rows rows, on any rank
+        self._is_apart = False  # if ranks may run other passes than each other
 
     def list_cuts(self, is_resident: bool) -> list[Cuts]:
         """Return the cuts of rows to try, in units of run.norm_rows. A collective.
@@ -103,7 +104,10 @@ class RowIndependenceCheck:
         unit = self._parts.config.norm_rows or 1
         is_fast = accelerator.is_used(self._parts.strategy.world.device)
         flops = unit * self._parts.strategy.flops / (FASTER if is_fast else 1)
-        self._flops, size = self._parts.ranks.group.max(flops, unit * self._row_bytes)
+        group = self._parts.ranks.group
+        sends = self._parts.strategy.sends
+        self._flops, size, any_sends = group.max(flops, unit * self._row_bytes, sends)
+        self._is_apart = group.world.world_size > 1 and not any_sends
         costs = Costs(self._flops, int(size), is_resident)
         count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
         return list_cuts(count, self._flops)
@@ -123,14 +127,14 @@ class RowIndependenceCheck:
             return CheckResult(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
         if 6 * self._flops > MOST_FLOPS:
             return CheckResult(unproved=f"left out, since a few rows would take too long; {VERIFY}")
-        deepest: Depth = "backward" if is_first or size <= FP64_BYTES else "graph"
+        deepest: Depth = "backward" if is_first or size <= LARGE_BYTES else "graph"
         trials = _list_trials(rows.cuts, self._list_wide(), deepest)
         with self._opened(name, loss, rows, running) as subject:
             versions = {n: p._version for n, p in subject.module.named_parameters()}
             result = self._try(subject, trials, is_fixed)
             now = subject.module.named_parameters()
             written = next((n for n, p in now if p._version != versions.get(n)), "")
-            if size > FP64_BYTES and written and not result.line:  # which is not put back
+            if size > LARGE_BYTES and written and not result.line:  # which is not put back
                 return CheckResult(explain_written(written))
             return result
 
@@ -145,9 +149,12 @@ class RowIndependenceCheck:
 
     def _list_wide(self) -> list[torch.dtype]:
         """Return the types to compute in, apart from the run's own."""
+        wide = [torch.float64] * (not self._is_costly())
+        return wide + [torch.float32] * self._parts.precision.is_rounded
+
+    def _is_costly(self) -> bool:
         size = sum(p.nbytes for p in self._parts.strategy.tensors.structure.parameters())
-        is_large = 6 * self._flops > FP64_FLOPS or size > FP64_BYTES
-        return [torch.float64] * (not is_large) + [torch.float32] * self._parts.precision.is_rounded
+        return 6 * self._flops > FP64_FLOPS or size > LARGE_BYTES
 
     @contextmanager
     def _opened(
@@ -158,7 +165,7 @@ class RowIndependenceCheck:
             strategy.tensors.whole() as module,
             strategy.standing_in(module),
             sandbox(
-                keep_passes(module, most_bytes=FP64_BYTES),  # a pass has copies: see `examine`
+                keep_passes(module, most_bytes=LARGE_BYTES),  # a pass has copies: see `examine`
                 keep_attributes(module, self._parts.hooks),
                 keep_modes(module),
                 keep_hooks(module),
@@ -178,6 +185,10 @@ class RowIndependenceCheck:
             line = f"left out for BatchNorm without running statistics, {why}: {changes}"
             return CheckResult(unproved=line)
         _prepare_modes(subject)
+        trials = list(trials)
+        is_apart = self._is_apart and self._is_costly()
+        if is_apart and (agreed := self._try_apart(subject, trials[0], is_fixed)) is not None:
+            return agreed
         why = ""
         too_many = None
         for wide, cuts, depth in trials:
@@ -200,6 +211,42 @@ class RowIndependenceCheck:
             return CheckResult(unproved="left out: memory is not enough for a few rows more")
         return CheckResult(unproved=f"{subject.name} cannot run on a few rows: {why}")
 
+    def _try_apart(
+        self, subject: CheckedUpdate, trial: Trial, is_fixed: bool
+    ) -> CheckResult | None:
+        """Let one half of the ranks run all rows, and the others their parts. A collective.
+
+        None if they find other things than each other, or keep some: then each rank runs both.
+        """
+        group = self._parts.ranks.group
+        wide, cuts, depth = trial
+        whole = (0, cuts[-1])
+        passes = SlicedPasses(subject, wide, depth)
+        own = None
+        with suppress(Exception), sandbox(keep_attributes(subject.module, subject.hooks)):
+            counters = Counters(subject.module, subject.hooks)
+            snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
+            is_whole = is_fixed or group.world.rank % 2 == 0
+            passed = passes.run(whole if is_whole else cuts, keeps_state=True)
+            has_changed = snapshot.changed(state_of(subject.module, subject.hooks))
+            is_kept = passed.written or has_changed or counters.have_advanced()
+            is_plain = not (is_kept or list_changed(subject.module, passed))
+            if is_plain and not _find_late_hook(subject.module):
+                own = passed.flatten()
+        count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
+        most = group.max(count, -count)
+        if own is None or not count or most[0] != -most[1]:
+            return None
+        numbers, result_of = own
+        of_all = torch.tensor(group.max(*torch.cat([numbers, -numbers]).tolist())).to(numbers)
+        limit = self._limit_of(passes, result_of(numbers).dtype)
+        found = compare(result_of(of_all[:count]), result_of(-of_all[count:]), limit)
+        return CheckResult(rows=cuts[-1], limit=limit) if found is None else None
+
+    def _limit_of(self, passes: SlicedPasses, dtype: torch.dtype) -> float:
+        is_narrow = self._parts.precision.is_narrow and passes.wide is None
+        return ROWS.narrower if is_narrow else ROWS.of(dtype)
+
     def _compare(self, passes: SlicedPasses, every: Cuts, is_fixed: bool) -> CheckResult:
         """Compare all rows with those between cuts, or only with themselves if that `is_fixed`."""
         subject = passes.subject
@@ -209,7 +256,7 @@ class RowIndependenceCheck:
         if whole.written and self._parts.strategy.mesh.shard != 1:
             return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
         is_narrow = self._parts.precision.is_narrow and passes.wide is None
-        limit = ROWS.narrower if is_narrow else ROWS.of(whole.dtype)
+        limit = self._limit_of(passes, whole.dtype)
         found = compare(whole, parts, limit)
         if found is None and pair.changes:  # such as a cache that the first micro-batch fills
             parts = passes.run(cuts)

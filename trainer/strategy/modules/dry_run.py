@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -23,6 +24,13 @@ from trainer.errors import ConfigError
 from trainer.sandbox import is_large_frozen
 
 NOISE = 0.05  # of a weight
+LARGE_BYTES = 2**27  # of a model, which takes half a second and more for a row on a CPU
+
+
+def is_large(model: nn.Module) -> bool:
+    """Return True if passes at the start have few rows. Lazy layers need all to find sizes."""
+    every = [*model.parameters()]
+    return not any(map(is_lazy, every)) and sum(p.nbytes for p in every) > LARGE_BYTES
 
 
 class FlopCounter(TorchDispatchMode):
@@ -51,7 +59,7 @@ _is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)  # in 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Have no counter count the block's operations, which are only computed again."""
+    """Have no counter count the block's operations: computed again, or none of the task's."""
     before = _is_repeated.set(True)
     try:
         yield
@@ -62,12 +70,14 @@ def uncounted() -> Iterator[None]:
 class FrozenKept(FlopCounter):
     """Copies large frozen parameters before an operation writes them, and restores them at the end.
 
-    Most of a model may be frozen. `untouched` then has those that nothing has written.
+    Most of a model may be frozen. `untouched` then has those that nothing has written. `has_sent`
+    is True if an operation has communicated with other ranks.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.untouched: list[nn.Parameter] = []
+        self.has_sent = False
         self._before = [(p, p.detach()) for p in model.parameters() if is_large_frozen(p)]
         self._places = {_place(values) for _, values in self._before}
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
@@ -76,6 +86,7 @@ class FrozenKept(FlopCounter):
         kwargs = kwargs or {}
         schema = func._schema
         is_sent = func.namespace == "c10d"  # whose schemas do not say what is written
+        self.has_sent |= "c10d" in func.namespace and not _is_repeated.get()
         for number, argument in enumerate(schema.arguments if schema.is_mutable or is_sent else ()):
             if is_sent or (argument.alias_info is not None and argument.alias_info.is_write):
                 self._keep(args[number] if number < len(args) else kwargs.get(argument.name))
