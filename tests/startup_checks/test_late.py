@@ -133,7 +133,7 @@ def test_later_proofs_of_a_large_model_have_no_backward(tmp_path, monkeypatch):
 
     first = count("first", 1)
     assert count("small", 3) > first > 0
-    monkeypatch.setattr(row_independence, "FP64_BYTES", 0)
+    monkeypatch.setattr(row_independence, "LARGE_BYTES", 0)
     assert count("large", 3) == first
 
 

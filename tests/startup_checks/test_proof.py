@@ -3,11 +3,13 @@
 import contextlib
 import inspect
 import io
+import re
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import right_tasks
 import torch
+import torch.distributed as dist
 import wrong_tasks
 from harness import CONF, on_ranks, slow_but
 from harness.training import PARITY, check_parity, compose, fit, fit_on
@@ -15,9 +17,10 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
-from trainer.engine.startup_checks import passes
+from trainer.engine.startup_checks import passes, row_independence
 from trainer.engine.startup_checks.mismatch import ALONE
 from trainer.sandbox import keep_attributes
+from trainer.strategy.modules import dry_run
 from trainer.strategy.modules.dry_run import perturb
 
 NOTE = " this run would differ: "
@@ -643,3 +646,50 @@ def test_the_proof_perturbs_only_weights_that_are_trained(tmp_path, monkeypatch)
         return shapes
 
     assert on_ranks(1, run) == [{(3, 16), (3,)}]
+
+
+class AddsOnAllRanks(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        dist.all_reduce(values.detach().sum())  # half of the ranks would wait for ever
+        return values
+
+
+HALVED = ["ModelOfTheBatch", "LossOfTheRank", "Contrastive", "AverageInForward"]
+
+
+def said_on_two_ranks(task, folder, has_halves):
+    """Return the lines of the proof of a large model, and what each trial by halves found."""
+
+    def body():
+        found = []
+        row_independence.LARGE_BYTES = dry_run.LARGE_BYTES = 0
+        check = row_independence.RowIndependenceCheck
+        in_halves = check._try_halves
+
+        def try_halves(*arguments):
+            found.append(in_halves(*arguments) if has_halves else None)
+            return found[-1]
+
+        check._try_halves = try_halves
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            error = error_of(task, folder)
+        lines = [error] if error else lines_of_the_proof(said.getvalue())
+        return [re.sub(r"[\d.]+ s\)", "", line) for line in lines], [each is None for each in found]
+
+    return on_ranks(2, body)[0]
+
+
+@pytest.mark.parametrize("name", slow_but(sorted(tasks_of(wrong_tasks)), *HALVED))
+def test_halves_of_the_ranks_find_what_each_rank_does(name, tmp_path):
+    task = getattr(wrong_tasks, name)
+    one, _ = said_on_two_ranks(task, tmp_path / "a", has_halves=True)
+    two, _ = said_on_two_ranks(task, tmp_path / "b", has_halves=False)
+    assert one == [line.replace(str(tmp_path / "b"), str(tmp_path / "a")) for line in two]
+
+
+@pytest.mark.parametrize(("task", "is_whole"), [(Tiny, False), (AddsOnAllRanks, True)])
+def test_each_rank_proves_half_unless_ranks_wait_for_each_other(task, is_whole, tmp_path):
+    lines, was_whole = said_on_two_ranks(task, tmp_path, has_halves=True)
+    assert [line.startswith(AGREES) for line in lines] == [True]
+    assert was_whole and all(each is is_whole for each in was_whole)

@@ -10,6 +10,8 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
+from trainer.strategy.base import Strategy
+from trainer.strategy.modules import dry_run
 
 WORDS = (
     *("task=tiny", "data.global_batch=8", "run.steps=22", "experiment=parity"),
@@ -104,6 +106,41 @@ def test_units_that_some_ranks_do_not_run_are_named_before_they_are_gathered(fir
         rf"blocks\(model\): rank \d (runs experts.\d|ends a forward pass) where {others}; {must} "
     )
     assert any(re.match(line, each) for each in lines), "\n".join(lines)
+
+
+class Normed(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def rows_of_dry_runs(folder, task, *words):
+    """Return the rows that the dry run of a large model takes, and the losses of a few steps."""
+    rows = []
+    run = Strategy._dry_pass
+
+    def noted(self, batch, objective):
+        rows.append(len(batch[0]))
+        return run(self, batch, objective)
+
+    dry_run.LARGE_BYTES, Strategy._dry_pass = 0, noted
+    return rows, fit(folder, *words, task=task)["losses"]
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "rows"),
+    [
+        (Tiny, [], [1]),
+        (Tiny, ["task.options.dropout=0.2"], [1]),
+        (Blocks, [], [1, 4]),  # which reaches one of two experts
+        (Normed, [], [1, 4]),  # which one row has no statistics for
+    ],
+)
+def test_a_dry_run_takes_one_row_of_a_large_model_if_that_is_enough(task, words, rows, tmp_path):
+    words = [*WORDS[:-2], "run.steps=3", "run.prove=false", "data.micro_batch=4", *words]
+    found = on_ranks(2, rows_of_dry_runs, tmp_path / "a", task, *words)
+    assert [each for each, _ in found] == [rows, rows]
+    losses = fit_on(2, tmp_path / "b", *words, task=task)["losses"]
+    assert found[0][1] == losses
 
 
 class Dropped(Blocks):

@@ -253,8 +253,7 @@ class Evaluator:
                 self._draws.agree("eval", self._group.max)
             names = ", ".join(means.names())
             if self._mesh.divides_model:  # some ranks have no outputs
-                every = self._group.gather(names)
-                names = names or max(every)
+                names = next(filter(None, (names, *self._group.gather(names))), "")
             self._group.check_equal({f"the list of {split.name} metrics": names})
             found += self._finish(split, means)
         self._is_dry_run = False
@@ -294,8 +293,7 @@ class Evaluator:
         self._strategy.module.eval()
         try:
             averaged = self._ema.swapped() if self._ema else nullcontext()
-            buffers = BufferCopies(self._strategy.module)  # an observer writes here too
-            with sandbox(buffers.restore), averaged:
+            with sandbox(BufferCopies(self._strategy.module).restore), averaged:  # observers write
                 yield
         finally:
             self._strategy.module.train()

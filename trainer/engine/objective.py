@@ -16,7 +16,6 @@ from trainer.engine.values import Values, check_signs, sum_up, weigh, weigh_all
 from trainer.errors import ConfigError
 from trainer.hook_calls import call_hook
 from trainer.micro_batch import Rows, count_rows
-from trainer.strategy.modules.dry_run import uncounted
 
 Loss = Callable[[Any, Any], Values]
 
@@ -222,7 +221,6 @@ class Objective:
 
     def _agree_on(self, elements: int, is_weighted: bool) -> None:
         """Agree at the first call, since a rank without outputs does not know. A collective."""
-        with uncounted():
-            agreed = self._agree(2 * elements + is_weighted)
+        agreed = self._agree(2 * elements + is_weighted)
         self.is_weighted = bool(agreed % 2)
         self.elements = self.elements or agreed // 2  # a resume knows it

@@ -166,7 +166,6 @@ class Strategy(ABC):
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self.untouched: list[nn.Parameter] = []  # large frozen ones, by the dry run
-        self.sends = True  # in a pass of the module alone, as far as the dry run knows
         self._places: list[torch.device] = []
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.batch_split(config).is_fixed
@@ -325,7 +324,7 @@ class Strategy(ABC):
                     found = None
                     self.module.zero_grad()
             found = found or self._dry_pass(batch, objective)
-        self.flops, self.untouched, self.sends = found
+        self.flops, self.untouched = found
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
@@ -336,14 +335,14 @@ class Strategy(ABC):
 
     def _dry_pass(
         self, batch: MicroBatch, objective: ObjectiveProtocol
-    ) -> tuple[float, list[nn.Parameter], bool]:
-        """Return the operations of a row, the frozen weights left as they are, and who is heard."""
+    ) -> tuple[float, list[nn.Parameter]]:
+        """Return the operations of a row, and the large frozen parameters that none has written."""
         inputs, targets = copied(batch)
         with FrozenKept(self.module) as counter:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()
-        return counter.total / count_rows(targets, inputs), counter.untouched, counter.has_sent
+        return counter.total / count_rows(targets, inputs), counter.untouched
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""

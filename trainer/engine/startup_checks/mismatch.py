@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -17,6 +16,7 @@ from trainer.engine.startup_checks.trace import Call, CallTrace, Key, describe, 
 from trainer.rng.draw_traces import IN_A_KERNEL
 from trainer.same import BY_HAND, SMALL, relative
 from trainer.same.distance import apart, norms_apart
+from trainer.strategy.modules.dry_run import DispatchMode
 
 LEAST_OF_ALL = 1e-12  # of all gradients: those that are zero but for rounding are that small
 NAMES = {
@@ -28,7 +28,7 @@ NAMES = {
 _SUMS = (torch.ops.aten.sum, torch.ops.aten.mean)
 
 
-class NarrowestDtype(TorchDispatchMode):
+class NarrowestDtype(DispatchMode):
     """Finds the narrowest dtype of products of matrices, and of sums in 16 bits: `found`.
 
     Its rounding is that of the whole step: other operations give each row nearly the same bits in
@@ -40,10 +40,6 @@ class NarrowestDtype(TorchDispatchMode):
         super().__init__()
         self.found = torch.float64
         self.limit = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @property
     def name(self) -> str:
@@ -69,6 +65,15 @@ ALONE = "compute each row from itself, or take strategy=exact, which fixes the m
 MIXES = (
     " mixes the rows of a micro-batch: its output for an example depends on the other examples;"
     f" {ALONE}"
+)
+
+MIXED = (
+    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
+    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
+)
+PADDED = (
+    "the loss of a row depends on its padding, which is as long as the longest row beside it;"
+    " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
 
 
@@ -195,6 +200,16 @@ def list_changed(module: nn.Module, passed: PassResult) -> list[str]:
         if after is None or not torch.equal(buffer.to(after), after):
             names.append(name)
     return names
+
+
+def find_late_hook(module: nn.Module) -> str:
+    """Return a parameter with a hook of the user's that no pass here can call, or ""."""
+    for name, parameter in module.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        own = ("trainer.", "torch.")
+        if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
+            return name
+    return ""
 
 
 def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:

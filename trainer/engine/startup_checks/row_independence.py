@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from trainer.blame import is_out_of_memory
 from trainer.data.preparation import MicroBatch
@@ -19,11 +18,14 @@ from trainer.engine.recording import Loss, Recorder
 from trainer.engine.startup_checks.counters import CounterPasses, Counters, Found, explain_counters
 from trainer.engine.startup_checks.experiments import name_difference, state_of
 from trainer.engine.startup_checks.mismatch import (
+    MIXED,
+    PADDED,
     NarrowestDtype,
     compare,
     explain,
     explain_buffers,
     explain_written,
+    find_late_hook,
     find_written,
     list_changed,
 )
@@ -53,18 +55,10 @@ from trainer.same import OF_RANKS, ROWS
 from trainer.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 from trainer.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
-from trainer.strategy.modules.dry_run import LARGE_BYTES
+from trainer.strategy.modules.dry_run import LARGE_BYTES, Alone
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
-MIXED = (
-    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
-    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
-)
-PADDED = (
-    "the loss of a row depends on its padding, which is as long as the longest row beside it;"
-    " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
-)
 VERIFY = "use python -m trainer.prove"
 Trial = tuple[torch.dtype | None, Cuts, Depth]
 Running = AbstractContextManager[None]
@@ -94,7 +88,6 @@ class RowIndependenceCheck:
         self._parts = parts
         self._recorder = recorder
         self._flops = 0.0  # of norm_rows rows, on any rank
-        self._is_apart = False  # if ranks may run other passes than each other
 
     def list_cuts(self, is_resident: bool) -> list[Cuts]:
         """Return the cuts of rows to try, in units of run.norm_rows. A collective.
@@ -104,10 +97,7 @@ class RowIndependenceCheck:
         unit = self._parts.config.norm_rows or 1
         is_fast = accelerator.is_used(self._parts.strategy.world.device)
         flops = unit * self._parts.strategy.flops / (FASTER if is_fast else 1)
-        group = self._parts.ranks.group
-        sends = self._parts.strategy.sends
-        self._flops, size, any_sends = group.max(flops, unit * self._row_bytes, sends)
-        self._is_apart = group.world.world_size > 1 and not any_sends
+        self._flops, size = self._parts.ranks.group.max(flops, unit * self._row_bytes)
         costs = Costs(self._flops, int(size), is_resident)
         count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
         return list_cuts(count, self._flops)
@@ -186,9 +176,9 @@ class RowIndependenceCheck:
             return CheckResult(unproved=line)
         _prepare_modes(subject)
         trials = list(trials)
-        is_apart = self._is_apart and self._is_costly()
-        if is_apart and (agreed := self._try_apart(subject, trials[0], is_fixed)) is not None:
-            return agreed
+        has_halves = self._parts.ranks.group.world.world_size > 1 and self._is_costly()
+        if has_halves and (found := self._try_halves(subject, trials[0], is_fixed)) is not None:
+            return found
         why = ""
         too_many = None
         for wide, cuts, depth in trials:
@@ -211,19 +201,20 @@ class RowIndependenceCheck:
             return CheckResult(unproved="left out: memory is not enough for a few rows more")
         return CheckResult(unproved=f"{subject.name} cannot run on a few rows: {why}")
 
-    def _try_apart(
+    def _try_halves(
         self, subject: CheckedUpdate, trial: Trial, is_fixed: bool
     ) -> CheckResult | None:
         """Let one half of the ranks run all rows, and the others their parts. A collective.
 
-        None if they find other things than each other, or keep some: then each rank runs both.
+        Sums and sketches of gradients then have one spread over all ranks. None if that is more
+        than rounding, or a pass fails or leaves anything: then each rank runs both, and names it.
         """
         group = self._parts.ranks.group
         wide, cuts, depth = trial
         whole = (0, cuts[-1])
         passes = SlicedPasses(subject, wide, depth)
         own = None
-        with suppress(Exception), sandbox(keep_attributes(subject.module, subject.hooks)):
+        with suppress(Exception), Alone(), sandbox(keep_attributes(subject.module, subject.hooks)):
             counters = Counters(subject.module, subject.hooks)
             snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
             is_whole = is_fixed or group.world.rank % 2 == 0
@@ -231,16 +222,17 @@ class RowIndependenceCheck:
             has_changed = snapshot.changed(state_of(subject.module, subject.hooks))
             is_kept = passed.written or has_changed or counters.have_advanced()
             is_plain = not (is_kept or list_changed(subject.module, passed))
-            if is_plain and not _find_late_hook(subject.module):
+            if is_plain and not find_late_hook(subject.module):
                 own = passed.flatten()
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)
         if own is None or not count or most[0] != -most[1]:
             return None
         numbers, result_of = own
-        of_all = torch.tensor(group.max(*torch.cat([numbers, -numbers]).tolist())).to(numbers)
+        most = group.max(*torch.cat([numbers, -numbers]).tolist())
+        high, low = torch.tensor(most, dtype=numbers.dtype).split(count)
         limit = self._limit_of(passes, result_of(numbers).dtype)
-        found = compare(result_of(of_all[:count]), result_of(-of_all[count:]), limit)
+        found = compare(result_of(high), result_of(-low), limit)
         return CheckResult(rows=cuts[-1], limit=limit) if found is None else None
 
     def _limit_of(self, passes: SlicedPasses, dtype: torch.dtype) -> float:
@@ -312,7 +304,7 @@ class RowIndependenceCheck:
         for some in (every, *pairwise(every)) if whole.written else ():
             if name := find_written(whole, passes.run(some), limit):
                 return CheckResult(explain_written(name), "" if is_fixed else "ranks")
-        if name := _find_late_hook(subject.module):
+        if name := find_late_hook(subject.module):
             why = "has a hook on its accumulated gradient, which is that of some rows only"
             return CheckResult(
                 f"the parameter {name} {why}; change gradients in train_step, or clip"
@@ -325,16 +317,6 @@ def _prepare_modes(subject: CheckedUpdate) -> None:
     look_behind_batchnorm(subject.module)
     if not subject.draws.is_by_example:
         subject.module.eval()
-
-
-def _find_late_hook(module: nn.Module) -> str:
-    """Return a parameter with a hook of the user's that no pass here can call, or ""."""
-    for name, parameter in module.named_parameters():
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        own = ("trainer.", "torch.")
-        if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
-            return name
-    return ""
 
 
 def _list_trials(

@@ -33,17 +33,21 @@ def is_large(model: nn.Module) -> bool:
     return not any(map(is_lazy, every)) and sum(p.nbytes for p in every) > LARGE_BYTES
 
 
-class FlopCounter(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A mode whose operations do not pass through a wrapper of torch.compile, each of them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class FlopCounter(DispatchMode):
     """Count floating-point operations with torch's formulas.
 
     torch's FlopCounterMode would import torch._dynamo, which costs 0.7 s at each start.
     """
 
     total = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +63,7 @@ _is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)  # in 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Have no counter count the block's operations: computed again, or none of the task's."""
+    """Have no counter count the block's operations, which are only computed again."""
     before = _is_repeated.set(True)
     try:
         yield
@@ -70,14 +74,12 @@ def uncounted() -> Iterator[None]:
 class FrozenKept(FlopCounter):
     """Copies large frozen parameters before an operation writes them, and restores them at the end.
 
-    Most of a model may be frozen. `untouched` then has those that nothing has written. `has_sent`
-    is True if an operation has communicated with other ranks.
+    Most of a model may be frozen. `untouched` then has those that nothing has written.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.untouched: list[nn.Parameter] = []
-        self.has_sent = False
         self._before = [(p, p.detach()) for p in model.parameters() if is_large_frozen(p)]
         self._places = {_place(values) for _, values in self._before}
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by their storage
@@ -86,7 +88,6 @@ class FrozenKept(FlopCounter):
         kwargs = kwargs or {}
         schema = func._schema
         is_sent = func.namespace == "c10d"  # whose schemas do not say what is written
-        self.has_sent |= "c10d" in func.namespace and not _is_repeated.get()
         for number, argument in enumerate(schema.arguments if schema.is_mutable or is_sent else ()):
             if is_sent or (argument.alias_info is not None and argument.alias_info.is_write):
                 self._keep(args[number] if number < len(args) else kwargs.get(argument.name))
@@ -109,6 +110,15 @@ class FrozenKept(FlopCounter):
                 parameter.data = values
             elif _place(values) not in self._copies:
                 self.untouched.append(parameter)
+
+
+class Alone(DispatchMode):
+    """Raises RuntimeError where an operation would wait for other ranks, which run others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} in a pass of this rank alone")
+        return func(*args, **(kwargs or {}))
 
 
 def _place(value: Any) -> int:

@@ -17,26 +17,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.errors import ConfigError, one_line
 from trainer.hook_calls import call
 from trainer.rng.forward import ExampleRng
 from trainer.sandbox import keep_modules, sandbox
-from trainer.strategy.modules.dry_run import FlopCounter, compute_shapes, hooked, to_meta, uncounted
+from trainer.strategy.modules.dry_run import (
+    DispatchMode,
+    FlopCounter,
+    compute_shapes,
+    hooked,
+    to_meta,
+    uncounted,
+)
 from trainer.strategy.pipeline_parallel.p2p import P2P, ReceivedTensor
 from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
 _MOVE = torch.ops.aten._to_copy.default
 
 
-class OnMeta(TorchDispatchMode):
+class OnMeta(DispatchMode):
     """A mode in which an operation with an argument on the meta device runs there."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operation passes through a wrapper of torch.compile
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
