@@ -693,3 +693,17 @@ def test_each_rank_proves_half_unless_ranks_wait_for_each_other(task, is_whole, 
     lines, was_whole = said_on_two_ranks(task, tmp_path, has_halves=True)
     assert [line.startswith(AGREES) for line in lines] == [True]
     assert was_whole and all(each is is_whole for each in was_whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_each_weight_is_perturbed_a_little_and_in_any_order(dtype):
+    weights = torch.randn(300, 500, dtype=dtype).abs() + 1
+    weights[7] = 0
+    rows, columns = weights.clone(), weights.t().contiguous().t()
+    for each in (rows, columns):
+        perturb(each, torch.Generator().manual_seed(0))
+        changed = each != weights
+        assert changed[7].all() and changed.float().mean() > 0.9
+        assert ((each - weights).abs() <= 0.5 * weights.clamp_min(1)).all()
+    assert not torch.equal(rows[0] / weights[0], rows[1] / weights[1])
+    torch.testing.assert_close(rows, columns)
