@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from trainer.tasks.causal import LanguageModel
 
 ROWS = 4  # pairs of a forward pass of the reference
 NAMES = ("chosen", "rejected")
+SAMPLES = 64  # of a file of weights, of 64 KiB each
 
 
 @dataclass
@@ -47,12 +49,19 @@ class PairModel(LanguageModel):
         flat = (each.flatten(0, 1) for each in (input_ids, position_ids, labels))
         return -super().forward(*flat).sum(1).view(labels.shape[:2])
 
+    def pretrained_inputs(self, inputs):
+        """Return what `.model` takes for the answers of the same pairs, two rows for each."""
+        given = super().pretrained_inputs(inputs)
+        return {n: v.flatten(0, 1) if torch.is_tensor(v) else v for n, v in given.items()}
+
 
 class WithReference(Dataset):
     """Pairs with the log-probabilities of the reference, "reference" (2,)."""
 
-    def __init__(self, pairs: chat.PairDataset, values: np.ndarray):
-        self.source, self.digest = pairs.source, pairs.digest
+    def __init__(self, pairs: chat.PairDataset, values: np.ndarray, reference: str):
+        """`reference` is a digest of its model, with which a resume must begin too."""
+        self.source = pairs.source
+        self.digest = hashlib.sha256(f"{pairs.digest} {reference}".encode()).hexdigest()
         self._pairs = pairs
         self._values = torch.from_numpy(values)
 
@@ -91,17 +100,23 @@ class DPO(lm.LM):
 
     def _place(self, pairs: chat.PairDataset) -> Path:
         """Return the file of the reference's log-probabilities, (pairs, 2)."""
-        options = self.options
-        made: list[Any] = [pairs.digest, transformers.__version__]
-        if options.model:
-            config = hf.load_config(options.model)
-            made += [hf.digest_config(config), str(config.dtype) if options.lora else ""]
-            files = sorted(hf.find(options.model).folder.resolve().glob("*.safetensors"))
-            made += [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-        else:
-            made += [self.config.run.seed, options.width, options.layers, options.heads]
+        made = [pairs.digest, transformers.__version__, self._reference]
         name = hashlib.sha256(repr(made).encode()).hexdigest()[:40]
         return default_folder().expanduser() / "reference" / f"{name}.npy"
+
+    @cached_property
+    def _reference(self) -> str:
+        """A digest of the model that training begins with, by samples of its files."""
+        options = self.options
+        if options.model:
+            config = hf.load_config(options.model)
+            made = [hf.digest_config(config), str(config.dtype) if options.lora else ""]
+            files = hf.find(options.model).folder.glob("*.safetensors")
+            made += [f"{path.name} {sample(path)}" for path in sorted(files)]
+        else:
+            sizes = (options.width, options.layers, options.heads)
+            made = [f"{self.config.run.seed} {sizes}"]
+        return hashlib.sha256(repr(made).encode()).hexdigest()
 
     @torch.no_grad()
     def _measure(self, model: PairModel, pairs: chat.PairDataset) -> np.ndarray:
@@ -115,7 +130,7 @@ class DPO(lm.LM):
 
     def build_dataset(self, split):
         pairs = self.open_rows(split)
-        return WithReference(pairs, np.load(self._place(pairs)))
+        return WithReference(pairs, np.load(self._place(pairs)), self._reference)
 
     def collate(self, rows):
         """Return answers padded to `context`, (rows, 2, context), and references (rows, 2)."""
@@ -145,6 +160,18 @@ class DPO(lm.LM):
         """Return by how much more the model prefers the chosen answer than the reference does."""
         gained = outputs - reference.to(outputs.dtype)
         return gained[:, 0] - gained[:, 1]
+
+
+def sample(path: Path) -> str:
+    """Return a digest of a file's size and of some of its bytes, which weights that have been
+    trained do not share."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            digest.update(file.read(2**16))
+    return digest.hexdigest()
 
 
 def write(path: Path, values: np.ndarray) -> None:

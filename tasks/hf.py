@@ -116,7 +116,7 @@ def load_model(
             dtype=dtype,
             output_loading_info=True,
             **({} if source.gguf else {"use_safetensors": True}),
-            **options,
+            **({"ignore_mismatched_sizes": True} | options),  # check_loaded names them
         )
     if source.gguf:
         _make_ordinary(model)

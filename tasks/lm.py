@@ -21,6 +21,7 @@ from trainer import ConfigError, PackedDataset, Trainer, limit
 from trainer.strategy.mesh import Mesh
 from trainer.tasks import chat, hf
 from trainer.tasks.causal import IGNORED, LanguageModel, answer, check_parts, count_bytes
+from trainer.tasks.lora import ALL_LINEAR
 from trainer.tasks.probe import check_rows, check_tokens
 
 PACKING = "task.options.packing"
@@ -57,6 +58,9 @@ class Options:
         if self.width % (2 * self.heads):
             raise ConfigError(f"""task.options.heads={self.heads}:
                 must divide half of task.options.width={self.width}""")
+        if self.lora is None and self.targets != ALL_LINEAR:
+            raise ConfigError(f"""task.options.targets={self.targets}: needs task.options.lora,
+                without which all weights train; set both, or neither""")
 
 
 class LM(Trainer):

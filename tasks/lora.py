@@ -21,6 +21,8 @@ TASKS = {  # of peft, by the end of the model's class
     "ForTokenClassification": "TOKEN_CLS",
 }
 ALL_LINEAR = "all-linear"
+# whose kernels read the weight of out_proj themselves, so that peft refuses it
+MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 ADAPTED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, _ConvNd)  # by peft, and Conv1D
 
 
@@ -35,7 +37,7 @@ def adapt(
 ) -> nn.Module:
     """Return the model of peft with LoRA on `targets`; all its other weights are frozen.
 
-    `targets` are "all-linear" (each linear layer but the last), names of layers such as "q_proj",
+    `targets` are "all-linear" (each linear layer but the last, and a Mamba's out_proj), names of layers such as "q_proj",
     one such name, or one regular expression for whole names. `trained` names modules that are
     trained as they are: by default the head of a classifier and what `load_model` found no weights
     for. `alpha` divided by the rank scales what LoRA adds; by default it is twice the rank.
@@ -98,6 +100,8 @@ def _targets(
         last = getattr(model, "get_output_embeddings", lambda: None)()
         left_out = [name for name in linear if model.get_submodule(name) is last]
         left_out += [name for name in linear for head in heads if _ends(name, head)]
+        if getattr(getattr(model, "config", None), "model_type", None) in MAMBAS:
+            left_out += [name for name in linear if _ends(name, "out_proj")]
         found = [name for name in linear if name not in left_out and not _is_in(name, heads)]
         if not found:
             raise ConfigError(f"""{key}: {type(model).__name__} has no linear layer to adapt; name

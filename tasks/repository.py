@@ -2,7 +2,8 @@
 
 import fnmatch
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,15 +122,37 @@ def check_loaded(
     given: str,
     say: Callable[[str], object] | None,
 ) -> tuple[str, ...]:
-    """Return the modules whose weights the files lack."""
+    """Return the modules whose weights the files lack.
+
+    Raises ConfigError unless the model takes all weights of its layers from the files.
+    """
+    if surplus := _find_surplus(model, report["unexpected_keys"]):
+        raise ConfigError(f"""{given}: its files have {surplus[0]}{", ..." * (len(surplus) > 1)},
+            which its config.json leaves out; must be the config that they were saved with""")
     new = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     if not new:
         return ()
     named = f"{', '.join(new[:3])}{', ...' * (len(new) > 3)}"
     may_be_new = any(part in kind for part in NEW_HEADS)
+    if not may_be_new and report["mismatched_keys"]:
+        name, there, here = min(report["mismatched_keys"])
+        raise ConfigError(f"""{given}: {name} has shape {tuple(there)} in its files and
+            {tuple(here)} by its config.json; must be the config that they were saved with""")
     if not may_be_new or 2 * len(new) > len(list(model.parameters())):
         raise ConfigError(f"""{given}: has no {named} of {type(model).__name__};
             must be a model that {kind} loads whole""")
     if say:
         say(f"new weights, not in {given.partition('=')[2]}: {named}")
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in new))
+
+
+def _find_surplus(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return those of weights that layers like the model's have: of more layers, or a bias."""
+    layers = {_without_numbers(n) for n, each in model.named_modules() if each._parameters}
+    known = model.state_dict().keys()
+    of_layers = (n for n in names if _without_numbers(n.rpartition(".")[0]) in layers)
+    return sorted(name for name in of_layers if name not in known)
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "0", name)

@@ -132,7 +132,7 @@ class Chats:
             if not len(rows):
                 given = f"{EVAL}={self.eval}"
                 raise ConfigError(f"""{given}: leaves no row of {len(store.hashes()):,} for {split};
-                    give more rows, or another share or file""")
+                    give more rows, a share above 0 that leaves some, or a file""")
         return self.kind.dataset(store, rows, name, split)
 
     def _places(self) -> list[tuple[str | None, str]]:
@@ -159,7 +159,7 @@ def _share(eval: float | str | None) -> float | None:
     except ValueError:
         return None
     if not 0 <= share < 1:
-        raise ConfigError(f"{EVAL}={eval}: must be a share from 0 to 1, such as 0.05, or a file")
+        raise ConfigError(f"{EVAL}={eval}: must be a share below 1, such as 0.05, or a file")
     return share
 
 

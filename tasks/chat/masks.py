@@ -10,7 +10,7 @@ from tokenizers import Encoding
 from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.forms import Chat, Example, PlainText
 from trainer.tasks.chat.sealed import SealedTokenizer
-from trainer.tasks.chat.template import ChatTemplate, Span
+from trainer.tasks.chat.template import ASKED, PARTS, ChatTemplate, Span, count_common
 
 MARK = "put {% generation %} into the template, or set task.options.learn=all"
 
@@ -23,7 +23,10 @@ BLANK = "the template leaves out an answer but for its stop token"
 SPECIAL = "special tokens in the content, which are plain text here"
 CUT = "longer than task.options.context, so cut"
 CUT_ANSWER = "an answer loses its end by that, and its stop token"
-NAMED = (UNLEARNED, NO_STOP, BLANK, UNSTABLE, UNEVEN, SPECIAL, CUT, CUT_ANSWER)
+ALTERED = "the template leaves out parts of an answer, or renders it otherwise"
+LEFT_OUT = "the template leaves out {}"
+OF_TEXT = (UNLEARNED, NO_STOP, BLANK, UNSTABLE, ALTERED, UNEVEN, SPECIAL, CUT, CUT_ANSWER)
+NAMED = (*OF_TEXT, *map(LEFT_OUT.format, PARTS))
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,32 @@ class Masks:
         (messages, options), has_special = self._sealed.shield([example.messages, example.options])
         sealed, spans = self.template.render(messages, options)
         facts = {SPECIAL} if has_special else set()
+        facts |= {LEFT_OUT.format(each) for each in self.template.find_left_out(messages, options)}
         if self._learns_all:
             return Plan(sealed, None, [], facts)
-        if self.template.marks_answers:
-            return self._by_marks(messages, options, example.first, sealed, spans, facts)
-        return self._by_prefixes(messages, options, example.first, sealed, facts)
+        by = self._by_marks if self.template.marks_answers(options) else self._by_prefixes
+        plan = by(messages, options, example.first, sealed, spans, facts)
+        answers = (each for each in messages[example.first :] if each["role"] == "assistant")
+        texts = [self._sealed.seal(each["content"]).strip() for each in answers]
+        if UNSTABLE not in facts and not all(text in sealed for text in texts):
+            facts.add(ALTERED)
+        return plan
 
     def _by_marks(
         self, messages: Any, options: Any, first: int, sealed: str, spans: Any, facts: set[str]
     ) -> Plan:
-        """Return the answers that `{% generation %}` marks, from message `first` on."""
+        """Return the answers that `{% generation %}` marks, from message `first` on.
+
+        Without what precedes them when the model answers, which some templates mark too.
+        """
+        begins = []
+        for number, message in enumerate(messages) if first or self.template.marks_headers else ():
+            if number >= first and message["role"] == "assistant":
+                before, _ = self.template.render(messages[:number], options, opens=True)
+                begins += [len(before)] if sealed.startswith(before) else []
         if first:
-            prompt, _ = self.template.render(messages[:first], options, opens=True)
-            spans = [span for span in spans if span[0] >= len(prompt)]
+            spans = [span for span in spans if begins and span[1] > begins[0]]
+        spans = [(next((b for b in begins if start < b < end), start), end) for start, end in spans]
         for start, end in spans:
             if self._sealed.is_blank(sealed[start:end]):
                 facts.add(BLANK)
@@ -101,7 +117,7 @@ class Masks:
         return Plan(sealed, spans, [], facts)
 
     def _by_prefixes(
-        self, messages: Any, options: Any, first: int, sealed: str, facts: set[str]
+        self, messages: Any, options: Any, first: int, sealed: str, _: Any, facts: set[str]
     ) -> Plan:
         """Return what rendering adds for each answer, up to its stop token."""
         answers = []
@@ -122,14 +138,29 @@ class Masks:
                     end = len(after) - start
             else:
                 facts.add(UNSTABLE)
-                end = self._sealed.first_mark(sealed[start:], self.template.stop)
-                if end is None:
-                    raise Flaw("of which the template renders an answer otherwise later", MARK)
+                end = self._find_end(messages, options, number, sealed, after, start) - start
             answers.append((start, start + end))
             if self._sealed.is_blank(sealed[start : start + end]):
                 facts.add(BLANK)
             befores.append(self._sealed.end_of(before))
         return Plan(sealed, answers, befores, facts)
+
+    def _find_end(
+        self, messages: Any, options: Any, number: int, sealed: str, after: str, start: int
+    ) -> int:
+        """Return where answer `number` ends in a whole chat that goes on otherwise than `after`.
+
+        It is the stop token, or another one that is there instead. Raises Flaw if that is not
+        before the next message.
+        """
+        other = [*messages]
+        other[number + 1] = other[number + 1] | {"content": ASKED}
+        most = count_common(sealed, self.template.render(other, options)[0])
+        place = count_common(sealed, after)
+        end = self._sealed.find_end(sealed[:most], start, place, self.template.stop)
+        if end is None:
+            raise Flaw("of which the template renders an answer otherwise later", MARK)
+        return end
 
     def make(self, plans: Sequence[Plan]) -> list[Masked | Flaw]:
         """Return tokens and mask of each plan, or why it has none."""

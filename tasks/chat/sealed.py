@@ -92,10 +92,13 @@ class SealedTokenizer:
         ends = [match.end() for match in self._mark.finditer(sealed)]
         return ends[-1] if ends and not sealed[ends[-1] :].strip() else None
 
-    def first_mark(self, sealed: str, token: int | None) -> int | None:
-        """Return the place after the first mark of a token."""
-        matches = self._mark.finditer(sealed)
-        return next((m.end() for m in matches if self._of_mark[int(m[1])] == token), None)
+    def find_end(self, sealed: str, start: int, place: int, token: int | None) -> int | None:
+        """Return the place after the first mark of a token from `start` on, else after the mark at
+        `place`, which may be within it."""
+        marks = [*self._mark.finditer(sealed, start)]
+        found = [m.end() for m in marks if self._of_mark[int(m[1])] == token]
+        found += [m.end() for m in marks if m.start() <= place < m.end()]
+        return found[0] if found else None
 
 
 def _rename(form: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trainer import ConfigError, RunError
 from trainer.shards.cache import default_folder
 from trainer.tasks.chat.flaws import Flaw, Flaws
 from trainer.tasks.chat.forms import Example, check_forms, content_hash
-from trainer.tasks.chat.masks import NAMED, Masked, Masks, Plan
+from trainer.tasks.chat.masks import CUT, NAMED, Masked, Masks, Plan
 from trainer.tasks.chat.rows import Source
 
 # name of each file and the type of its values: tokens of all sequences after each other, which of
@@ -28,6 +28,7 @@ MOST_ROWS = 1000  # that are encoded together
 MOST_CHARACTERS = 2**21
 LEFT_OUT = "left out: task.options.context ends before the answer begins"
 EQUAL = "left out: task.options.context ends before its answers differ"
+ALIKE = "left out: the template renders both of its answers alike"
 ADVICE = "set LOCKSTEP_CACHE to a folder with room"
 
 Read = Callable[[Mapping[str, Any]], tuple[str, list[Example]]]
@@ -159,10 +160,14 @@ class _Writer:
         self._flaws.refuse(given)
         if not self._sums["sequences"]:
             rows = self._sums["rows"]
-            why = max(LEFT_OUT, EQUAL, key=self._named.__getitem__)
+            why = max(LEFT_OUT, EQUAL, ALIKE, key=self._named.__getitem__)
             problem = f"all of {rows:,} rows are {why}" if rows else "has no rows"
             raise ConfigError(f"{given}: {problem}; must have at least 1 row")
-        named = {fact: self._named[fact] for fact in (*NAMED, LEFT_OUT, EQUAL) if self._named[fact]}
+        named = {
+            fact: self._named[fact]
+            for fact in (*NAMED, LEFT_OUT, EQUAL, ALIKE)
+            if self._named[fact]
+        }
         names = ("rows", "sequences", "tokens", "learned", "stops")
         facts = {name: self._sums[name] for name in names}
         return facts | {"named": named, "stop": self._stop, "empty_files": source.empty}
@@ -195,7 +200,7 @@ class _Writer:
             self._named[LEFT_OUT] += 1
             return
         if len({each.tokens.tobytes() for each in sequences}) < len(sequences):
-            self._named[EQUAL] += 1
+            self._named[EQUAL if any(CUT in each.facts for each in sequences) else ALIKE] += 1
             return
         for each in sequences:
             self._sums["tokens"] += len(each.tokens)

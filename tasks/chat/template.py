@@ -16,7 +16,7 @@ from trainer.errors import describe, shortened
 from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.sealed import SealedTokenizer
 
-FORMAT = 2  # of tokens and masks: another one makes them again
+FORMAT = 3  # of tokens and masks: another one makes them again
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that ask for the date get one day, else the tokens of a chat would change every day.
 # Values of a call must be plain, so it is a macro, which replaces what strftime would.
@@ -25,9 +25,19 @@ ONE_DAY = "{% macro strftime_now(format='%d %b %Y') %}{{ format" + "".join(
     f"|replace('%{each}', '{datetime(2024, 7, 26).strftime(f'%{each}')}')" for each in DIRECTIVES
 )
 ONE_DAY += " }}{% endmacro %}"
-ASKED, ANSWERED = "7305918264", "8264017395"  # digits: no filter of a template changes their case
+# digits: no filter of a template changes their case
+ASKED, ANSWERED, SHOWN = "7305918264", "8264017395", "1593570286"
 PROBE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
 MOST_SHOWN = 120  # characters of what a template raises
+_FUNCTION = {"name": SHOWN, "description": "", "parameters": {"type": "object", "properties": {}}}
+_CALL = {"type": "function", "function": {"name": SHOWN, "arguments": {}}}
+# what a row may have beside contents: a chat that has it, and options
+PARTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "tools": (PROBE, {"tools": [{"type": "function", "function": _FUNCTION}]}),
+    "the system message": ([{"role": "system", "content": SHOWN}, *PROBE], {}),
+    "reasoning_content": ([PROBE[0], PROBE[1] | {"reasoning_content": SHOWN}], {}),
+    "tool_calls": ([PROBE[0], {**PROBE[1], "tool_calls": [_CALL]}], {}),
+}
 
 Span = tuple[int, int]
 
@@ -43,14 +53,36 @@ class ChatTemplate:
         if isinstance(named := tokenizer.chat_template, dict) and named:
             names = ", ".join(sorted(named))
             self._absent = f"the chat templates {names}, but none named default, which is taken"
+        self._of_tools = find_template(tokenizer, [_FUNCTION])
         self._variables = dict(tokenizer.special_tokens_map)
-        self.marks_answers = bool(GENERATION.search(self.text or ""))
         self._takes_parts = False
         self._drops_users = False
         if self.text:
             self._find_form_of_content()
         self.stop = self._find_stop()
-        self._opens = self._probe(PROBE[:1], opens=True) != self._probe(PROBE[:1])
+        opened = self._probe(PROBE[:1], opens=True)
+        self._opens = opened != self._probe(PROBE[:1])
+        spans = self.render(PROBE, {})[1] if self._probe(PROBE) else []
+        self.marks_headers = bool(spans) and spans[0][0] < len(opened)
+        self._left_out: dict[str, bool] = {}
+
+    def text_for(self, options: Any) -> str:
+        """Return the template, which may be another one for chats with tools."""
+        return (self._of_tools if options.get("tools") else self.text) or ""
+
+    def marks_answers(self, options: Any) -> bool:
+        return bool(GENERATION.search(self.text_for(options)))
+
+    def find_left_out(self, messages: Any, options: Any) -> list[str]:
+        """Return which PARTS of a chat the template leaves out, as it does of a chat of digits."""
+        found = {key for each in messages for key, value in each.items() if value} | {*options}
+        if messages[0]["role"] in ("system", "developer"):
+            found.add("the system message")
+        for name in PARTS.keys() & found - self._left_out.keys():
+            messages, given = PARTS[name]
+            shown = self._probe(messages, options=given)
+            self._left_out[name] = bool(shown) and SHOWN not in shown
+        return [name for name in PARTS if name in found and self._left_out[name]]
 
     def render(self, messages: Any, options: Any, opens: bool = False) -> tuple[str, list[Span]]:
         """Return the sealed text of messages, and its spans of `{% generation %}`.
@@ -63,14 +95,15 @@ class ChatTemplate:
         if self._drops_users:
             advice = "take a model with another template"
             raise Flaw("whose user's turns the chat template leaves out", advice)
+        text = self.text_for(options)
         if self._takes_parts:
             messages = [each | {"content": _parts(each["content"])} for each in messages]
         try:
             (rendered,), spans = render_jinja_template(
                 [messages],
-                chat_template=ONE_DAY * ("strftime_now" in self.text) + self.text,
+                chat_template=ONE_DAY * ("strftime_now" in text) + text,
                 add_generation_prompt=opens,
-                return_assistant_tokens_mask=self.marks_answers,
+                return_assistant_tokens_mask=self.marks_answers(options),
                 **(self._variables | options),
             )
         except Exception as error:  # a template is a program
@@ -94,15 +127,14 @@ class ChatTemplate:
             return before
         answers = ({"role": "assistant", "content": each} for each in (ASKED, ANSWERED))
         ends = [self.render([*messages, answer], options)[0] for answer in answers]
-        pairs = enumerate(zip(*ends, strict=False))
-        longer = ends[0][: next((place for place, (a, b) in pairs if a != b), 0)]
+        longer = ends[0][: count_common(*ends)]
         is_header = longer.startswith(before) and longer[len(before) :].strip()
         return longer if is_header and sealed.startswith(longer) else before
 
-    def _probe(self, messages: Any, opens: bool = False) -> str:
+    def _probe(self, messages: Any, opens: bool = False, options: Any = None) -> str:
         """Return the sealed text of messages; empty if the template refuses them."""
         try:
-            return self.render(messages, {}, opens)[0] if self.text else ""
+            return self.render(messages, options or {}, opens)[0] if self.text else ""
         except Flaw:
             return ""
 
@@ -116,18 +148,26 @@ class ChatTemplate:
 
     def _find_stop(self) -> int | None:
         """Return the special token after an answer, if there is one."""
-        _, found, rest = self._probe(PROBE).rpartition(ANSWERED)
+        shown = self._probe(PROBE) or self._probe(PARTS["the system message"][0])
+        _, found, rest = shown.rpartition(ANSWERED)
         after = self._sealed.marks(rest) if found else []
         return after[0] if after else None
+
+
+def count_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
 
 
-def find_template(tokenizer: Any) -> str | None:
+def find_template(tokenizer: Any, tools: Any = None) -> str | None:
+    """Return the template of chats, with tools if they are given: a tokenizer may have two."""
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except ValueError:  # it has none
         return None
 
@@ -139,7 +179,7 @@ def make_recipe(tokenizer: Any, context: int, learn: str, kind: str) -> str:
         kind,
         context,
         learn,
-        find_template(tokenizer),
+        [find_template(tokenizer, tools) for tools in (None, [_FUNCTION])],
         {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
         tokenizer("")["input_ids"],
         transformers.__version__,

@@ -51,7 +51,8 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
     Without those that ranks built differently: they are not made again. Some ranks may have no
     values, or no model. Call it before the strategy converts or divides the model.
 
-    Modules may have a string, `digest`, of what decides their outputs beside weights.
+    Modules may have a string, `digest`, of what decides their outputs beside weights: it is among
+    the facts, also of a model whose parameters all train.
     """
     own: BuiltFacts = {}
     known: dict[torch.Tensor, list[Any]] = {}
@@ -60,7 +61,7 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
             if tensor not in known:
                 known[tensor] = _facts_of(tensor)
             own[name] = known[tensor]
-    if own and model is not None:
+    if model is not None:
         digests = [getattr(module, "digest", None) for module in model.modules()]
         text = " ".join(each for each in digests if isinstance(each, str))
         if text:

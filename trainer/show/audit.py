@@ -243,9 +243,9 @@ def _name_data(data: dict[str, Any]) -> list[str]:
 
 def _name_frozen(frozen: Mapping[str, Any]) -> list[str]:
     """Return a line about the weights that the newest checkpoint does not hold."""
-    if not frozen:
-        return []
     shapes = [shape for name, (_, shape, _) in frozen.items() if name != OF_MODEL]
+    if not shapes:
+        return []
     elements = sum(map(math.prod, shapes))
     held = f"its digests of them are {checkpoint.digest(frozen)[:16]}"
     named = f"{counted(len(shapes), 'tensor')} of {elements:,} elements"
