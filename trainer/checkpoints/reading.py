@@ -21,7 +21,7 @@ from trainer.config.plain_files import parse_json
 from trainer.config.typed import show
 from trainer.distributed.group import Group
 from trainer.engine.context import Parts
-from trainer.engine.training_state import Ema, find_other_base, load_buffers
+from trainer.engine.training_state import OF_MODEL, Ema, find_other_base, load_buffers
 from trainer.errors import CheckpointError, ConfigError, one_line
 from trainer.strategy.tensor_shards import TensorSource, slices
 
@@ -250,7 +250,7 @@ class Restoration:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         if {*others} == {OF_MODEL}:
             raise CheckpointError(f"""build_model{changed}: makes a model of another config than the
-                run's, which was {others[OF_MODEL]}; give the config.json that the run began with""")
+                run's, which was {how}; give the config.json that the run began with""")
         raise CheckpointError(f"""build_model{changed}: makes other frozen weights than the run
             trained on, and its checkpoint holds their digests only: {name}{more} was {how};
             give the base of the run""")

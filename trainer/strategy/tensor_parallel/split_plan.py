@@ -56,7 +56,7 @@ def find_plan(given: Mapping[str, str] | str, model: nn.Module) -> Mapping[str, 
             prefix = next(name for name, each in model.named_modules() if each is base)
             return {f"{prefix}.{name}" if prefix else name: form for name, form in plan.items()}
     raise ConfigError(f"""tensor_plan=auto: {type(model).__name__} must have a plan in its config,
-        as many of transformers, or be {", ".join(families)}; return a dict, or use strategy=fsdp""")
+        as many of transformers, or be {", ".join(families)}; return a dict, or take fsdp""")
 
 
 def _translated(plan: Mapping[str, str], base: nn.Module) -> dict[str, str]:
