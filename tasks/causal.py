@@ -1,5 +1,6 @@
 """Causal models of transformers as this project trains them: a loss for each token, in any row."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,6 +123,15 @@ def visible(places: torch.Tensor | None, segments: torch.Tensor) -> torch.Tensor
     own = segments[:, 0].gather(1, places)
     every = torch.arange(size, device=segments.device)
     return ((own[:, :, None] == segments) & (places[:, :, None] >= every))[:, None]
+
+
+def check_finite(model: LanguageModel, computed: float) -> None:
+    """Raise ConfigError for a model that has computed NaN, naming a weight that is not finite."""
+    if math.isnan(computed):
+        names = (n for n, p in model.model.named_parameters() if not bool(p.isfinite().all()))
+        found = next((f": {name} has values that are not finite" for name in names), "")
+        raise ConfigError(f"""task.options.model: {type(model.base).__name__} computes NaN{found};
+            take other weights, or strategy.precision=fp32 for some of 16 bits""")
 
 
 @torch.no_grad()

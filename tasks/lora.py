@@ -40,9 +40,9 @@ def adapt(
     `targets` are "all-linear" (each linear layer but the last, and a Mamba's out_proj), names of
     layers such as "q_proj", one such name, or one regular expression for whole names. `trained`
     names modules that are trained as they are: by default the head of a classifier and what
-    `load_model` found no weights for. `alpha` divided by the rank scales what LoRA adds; by default it is twice the rank.
-    Adapters are float32 whatever the dtype of the model is, and are drawn from torch's generator:
-    in `build_model` each rank draws the same ones.
+    `load_model` found no weights for. `alpha` divided by the rank scales what LoRA adds; by default
+    it is twice the rank. Adapters are float32 whatever the dtype of the model is, and are drawn
+    from torch's generator: in `build_model` each rank draws the same ones.
     """
     peft = import_packages("peft")
     heads = _heads(model) if trained is None else list(trained)

@@ -4,7 +4,6 @@ Its rows hold whole sequences, with padding after them, so that an earlier token
 one, a packed sequence never sees another, and no position follows from the longest row beside.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from trainer import ConfigError
 from trainer.rng.forward import ExampleRng
 from trainer.tasks import hf
-from trainer.tasks.causal import LanguageModel
+from trainer.tasks.causal import LanguageModel, check_finite
 
 CONTEXT = "task.options.context"
 TOKENS = 24  # of a row that is tried: a third is one sequence, half another, the rest padding
@@ -103,9 +102,7 @@ def check_rows(model: LanguageModel, key: str, is_packed: bool, context: int | N
     kind = type(model.base).__name__
     early, mixed = rows.compare(is_packed)
     model.train(was_training)
-    if math.isnan(early):
-        raise ConfigError(f"""task.options.model: {kind} computes NaN{_name_not_finite(model)};
-            take whole weights, or with strategy.precision=fp32 some that fit""")
+    check_finite(model, early)
     if not early <= 1:
         raise ConfigError(f"""task.options.model: {kind} is not causal: a later token changes
             earlier logits; take a causal model, or one with is_decoder=true in its config.json""")
@@ -200,9 +197,8 @@ class _Rows:
         finally:
             hook.remove()
         hidden = getattr(self.model.base.base_model(**given), "last_hidden_state", None)
-        if not seen or hidden is None:  # Llama 4's base model is the whole one
-            return False
-        return _is_same(seen[0], hidden) and _is_same(logits, seen[1])
+        has_both = bool(seen) and hidden is not None  # Llama 4's base model is the whole one
+        return has_both and _is_same(seen[0], hidden) and _is_same(logits, seen[1])
 
     def have_cache(self) -> bool:
         """Return True if tokens after a cache are what they are in the whole sequence: others have
@@ -231,12 +227,6 @@ class _Rows:
         with torch.random.fork_rng(devices=[]):
             found = draws.watch(lambda: self.model.base.base_model(**inputs), 2)
         return any(self.tokens.shape[1] in sizes[2:] for _, sizes in found)
-
-
-def _name_not_finite(model: nn.Module) -> str:
-    names = (n for n, p in model.named_parameters() if not bool(p.isfinite().all()))
-    name = next(names, "")
-    return f": {name} has values that are not finite" * bool(name)
 
 
 def _spread(states: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from tokenizers import Encoding
 from trainer.tasks.chat.flaws import Flaw
 from trainer.tasks.chat.forms import Chat, Example, PlainText
 from trainer.tasks.chat.sealed import SealedTokenizer
-from trainer.tasks.chat.template import ASKED, PARTS, ChatTemplate, Span, count_common
+from trainer.tasks.chat.template import PARTS, ChatTemplate, Span
 
 MARK = "put {% generation %} into the template, or set task.options.learn=all"
 
@@ -138,29 +138,15 @@ class Masks:
                     end = len(after) - start
             else:
                 facts.add(UNSTABLE)
-                end = self._find_end(messages, options, number, sealed, after, start) - start
+                found = self.template.find_end(messages, options, number, sealed, after, start)
+                if found is None:
+                    raise Flaw("of which the template renders an answer otherwise later", MARK)
+                end = found - start
             answers.append((start, start + end))
             if self._sealed.is_blank(sealed[start : start + end]):
                 facts.add(BLANK)
             befores.append(self._sealed.end_of(before))
         return Plan(sealed, answers, befores, facts)
-
-    def _find_end(
-        self, messages: Any, options: Any, number: int, sealed: str, after: str, start: int
-    ) -> int:
-        """Return where answer `number` ends in a whole chat that goes on otherwise than `after`.
-
-        It is the stop token, or another one that is there instead. Raises Flaw if that is not
-        before the next message.
-        """
-        other = [*messages]
-        other[number + 1] = other[number + 1] | {"content": ASKED}
-        most = count_common(sealed, self.template.render(other, options)[0])
-        place = count_common(sealed, after)
-        end = self._sealed.find_end(sealed[:most], start, place, self.template.stop)
-        if end is None:
-            raise Flaw("of which the template renders an answer otherwise later", MARK)
-        return end
 
     def make(self, plans: Sequence[Plan]) -> list[Masked | Flaw]:
         """Return tokens and mask of each plan, or why it has none."""

@@ -29,6 +29,7 @@ MOST_CHARACTERS = 2**21
 LEFT_OUT = "left out: task.options.context ends before the answer begins"
 EQUAL = "left out: task.options.context ends before its answers differ"
 ALIKE = "left out: the template renders both of its answers alike"
+KNOWN = (*NAMED, LEFT_OUT, EQUAL, ALIKE)
 ADVICE = "set LOCKSTEP_CACHE to a folder with room"
 
 Read = Callable[[Mapping[str, Any]], tuple[str, list[Example]]]
@@ -105,8 +106,7 @@ def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in FILES:
         with open(folder / name, "rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -163,11 +163,7 @@ class _Writer:
             why = max(LEFT_OUT, EQUAL, ALIKE, key=self._named.__getitem__)
             problem = f"all of {rows:,} rows are {why}" if rows else "has no rows"
             raise ConfigError(f"{given}: {problem}; must have at least 1 row")
-        named = {
-            fact: self._named[fact]
-            for fact in (*NAMED, LEFT_OUT, EQUAL, ALIKE)
-            if self._named[fact]
-        }
+        named = {fact: self._named[fact] for fact in KNOWN if self._named[fact]}
         names = ("rows", "sequences", "tokens", "learned", "stops")
         facts = {name: self._sums[name] for name in names}
         return facts | {"named": named, "stop": self._stop, "empty_files": source.empty}
@@ -191,8 +187,7 @@ class _Writer:
                 self._flaws.add(place, flaw)
             else:
                 self._write(number, [each for each in found if isinstance(each, Masked)])
-        self._batch = []
-        self._size = 0
+        self._batch, self._size = [], 0
 
     def _write(self, number: int, sequences: list[Masked]) -> None:
         self._named.update({fact for each in sequences for fact in each.facts})

@@ -131,6 +131,20 @@ class ChatTemplate:
         is_header = longer.startswith(before) and longer[len(before) :].strip()
         return longer if is_header and sealed.startswith(longer) else before
 
+    def find_end(
+        self, messages: Any, options: Any, number: int, sealed: str, after: str, start: int
+    ) -> int | None:
+        """Return where answer `number` ends in a whole chat that goes on otherwise than `after`.
+
+        It is the stop token, or another one that is there instead; None if neither comes before the
+        next message.
+        """
+        other = [*messages]
+        other[number + 1] = other[number + 1] | {"content": ASKED}
+        most = count_common(sealed, self.render(other, options)[0])
+        place = count_common(sealed, after)
+        return self._sealed.find_end(sealed[:most], start, place, self.stop)
+
     def _probe(self, messages: Any, opens: bool = False, options: Any = None) -> str:
         """Return the sealed text of messages; empty if the template refuses them."""
         try:

@@ -175,7 +175,10 @@ def test_an_answer_that_the_template_leaves_out_is_named(tmp_path):
     data = opened(tmp_path, {"messages": chat})
     assert shown(data).count("[[") == 2
     warning = "1 of 1 row: the template leaves out an answer but for its stop token"
-    assert describe(data, SHARED)[-1] == f"warning: task.options.data: {warning}"
+    assert describe(data, SHARED)[2:] == [
+        f"warning: task.options.data: {warning}",
+        "warning: task.options.data: 1 of 1 row: the template leaves out tool_calls",
+    ]
 
 
 def test_the_date_of_a_template_is_one_day_in_the_form_it_asks_for(tmp_path):
@@ -245,6 +248,73 @@ def test_a_template_that_is_not_prefix_stable_is_refused_or_named(tmp_path):
     parts = shown(data, tokenizer).split("[[")
     assert [part.split("]]")[0] for part in parts[1:]] == ["four<|im_end|>", "!four<|im_end|>"]
     assert "renders an answer otherwise once other messages follow" in describe(data, tokenizer)[2]
+
+
+def test_an_answer_that_ends_otherwise_later_ends_before_the_next_message(tmp_path):
+    """As gpt-oss's: <|return|> ends the last answer, <|end|> the others."""
+    other = "('</s>' if m.role == 'assistant' and loop.last and not add_generation_prompt"
+    turns = CHATML.replace("'<|im_end|>", other + " else '<|im_end|>') + '")
+    chat = {"messages": said("two", "It", "say <|im_end|>", "is", "say", "four")}
+    tokenizer = build_tokenizer(template=turns)
+    text = shown(opened(tmp_path, chat, tokenizer=tokenizer, context=99), tokenizer)
+    learned = [part.split("]]")[0] for part in text.split("[[")[1:]]
+    assert learned == ["It<|im_end|>", "is<|im_end|>", "four</s>"]
+    at_last = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    at_last += "{{ 'assistant: ' if add_generation_prompt else '</s>' }}"
+    refusal = refused(tmp_path, chat, tokenizer=build_tokenizer(template=at_last))
+    assert refusal.startswith("1 row of which the template renders an answer otherwise later (")
+
+
+def test_the_header_of_an_answer_is_not_learned_where_a_template_marks_it(tmp_path):
+    """As SmolLM3's does."""
+    answer = "'<|im_start|>assistant\n' + m.content + '<|im_end|>'"
+    marked = "{% if m.role == 'assistant' %}{% generation %}{{ " + answer + " }}{% endgeneration %}"
+    marked += "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}"
+    tokenizer = build_tokenizer(
+        template="{% for m in messages %}" + marked + "{% endfor %}" + OPENS
+    )
+    first = r"<|im_start|>user\ntwo<|im_end|><|im_start|>assistant\n"
+    whole = first + "[[It<|im_end|>]]" + first.replace("two", "say") + "[[is<|im_end|>]]"
+    chat = said("two", "It", "say", "is")
+    data = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer)
+    assert shown(data, tokenizer) == whole
+    data = opened(tmp_path, {"prompt": chat[:3], "completion": chat[3:]}, tokenizer=tokenizer)
+    assert shown(data, tokenizer) == whole.replace("[[It<|im_end|>]]", "It<|im_end|>")
+    row = {"prompt": chat[:1], "chosen": chat[1:2], "rejected": said("", "is")[1:]}
+    data = opened(tmp_path, row, tokenizer=tokenizer, kind=PAIRS)
+    found = mark_learned(data[0]["rejected"], data[0]["rejected_learned"], tokenizer)
+    assert found == first + "[[is<|im_end|>]]"
+
+
+def test_what_a_template_leaves_out_of_a_row_is_named(tmp_path):
+    two, four = said("two", "four")
+    thought = "<think>is</think>four"
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    template = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    template = template.replace("in messages", "in messages if m.role != 'system'")
+    tokenizer = build_tokenizer(template=template)
+    for row, what in (
+        ({"messages": [two, four]}, ""),
+        ({"messages": [two, four], "tools": [call]}, "tools"),
+        ({"messages": said("two", "four", system="say")}, "the system message"),
+        ({"messages": [two, four | {"reasoning_content": "is"}]}, "reasoning_content"),
+        ({"messages": [two, four | {"tool_calls": [call]}]}, "tool_calls"),
+        ({"messages": said("two", thought)}, "parts of an answer, or renders it otherwise"),
+    ):
+        found = describe(opened(tmp_path, row, tokenizer=tokenizer), tokenizer)[2:]
+        told = f"warning: task.options.data: 1 of 1 row: the template leaves out {what}"
+        assert found == [told] * bool(what)
+
+
+def test_a_row_with_tools_is_rendered_by_the_template_for_them(tmp_path):
+    tokenizer = build_tokenizer(template={"default": CHATML, "tool_use": "{{ tools[0] }}" + CHATML})
+    rows = [GOOD, GOOD | {"tools": [{"name": "add"}]}]
+    data = opened(tmp_path, *rows, tokenizer=tokenizer)
+    for number, row in enumerate(rows):
+        tokens = tokenizer.apply_chat_template(
+            row["messages"], tools=row.get("tools"), tokenize=True, return_dict=False
+        )
+        assert data[number]["tokens"].tolist() == tokens
 
 
 def test_what_the_context_cuts_is_named(tmp_path):
@@ -472,7 +542,7 @@ def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
     assert parts[one] == parts[other]
     few = write(tmp_path / "few.jsonl", *rows_of(3))
     assert len(Chats(few, SHARED, 64, eval=0.01).open("eval")) == 1
-    with pytest.raises(ConfigError, match=r"^task.options.eval=1.5: must be a share from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"^task.options.eval=1.5: must be a share below 1"):
         Chats(few, SHARED, 64, eval=1.5).prepare()
 
 
@@ -566,6 +636,10 @@ def test_pairs_that_differ_only_after_the_cut_are_left_out(tmp_path):
     assert refused(tmp_path, late, late, tokenizer=SHARED, kind=PAIRS) == (
         f"all of 2 rows are {left_out}; must have at least 1 row"
     )
+    trims = build_tokenizer(template=CHATML.replace("m.content", "m.content | trim"))
+    row = {"prompt": said("two"), "chosen": said("", "is")[1:], "rejected": said("", " is")[1:]}
+    told = "all of 1 rows are left out: the template renders both of its answers alike; must have"
+    assert refused(tmp_path, row, tokenizer=trims, kind=PAIRS).startswith(told)
 
 
 def test_texts_and_messages_in_one_file_are_refused(tmp_path):

@@ -321,6 +321,17 @@ def test_weights_that_are_missing_are_refused_but_for_a_new_head(llama, copied):
     )
 
 
+def test_a_config_that_does_not_fit_the_weights_is_refused(llama, copied):
+    change(copied, num_hidden_layers=1)
+    surplus = refusal(hf.load_model, "AutoModelForCausalLM", str(copied))
+    assert surplus.startswith(f"{KEY}={copied}: its files have model.layers.1.")
+    assert "which its config.json leaves out; must be the config" in surplus
+    vocabulary = hf.load_config(str(llama)).vocab_size
+    change(copied, num_hidden_layers=2, vocab_size=vocabulary + 1)
+    others = refusal(hf.load_model, "AutoModelForCausalLM", str(copied))
+    assert f"has shape ({vocabulary}, " in others and f"and ({vocabulary + 1}, " in others
+
+
 # GGUF ------------------------------------------------------------------------------------------
 
 
@@ -423,6 +434,14 @@ def test_experts_that_all_linear_would_leave_out_are_named():
         "layers; name what to adapt, such as targets=[q_proj,k_proj,v_proj,o_proj]"
     )
     assert len(names_of_trained(hf.adapt(model, 4, ["q_proj", "v_proj"]))) == 4
+
+
+def test_the_output_layer_of_a_mamba_is_left_out():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 32}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    names = names_of_trained(hf.adapt(model, 4))
+    assert any("in_proj" in name for name in names)
+    assert not any("out_proj" in name for name in names)
 
 
 def test_a_new_head_is_trained_beside_the_adapters(llama):

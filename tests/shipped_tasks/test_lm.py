@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shlex
 from contextlib import nullcontext
 from functools import partial
@@ -229,6 +230,15 @@ def test_a_leak_is_seen_in_small_and_in_rounded_weights(kind):
         check_rows(LanguageModel(tiny(kind).bfloat16()), "packing", is_packed=True)
 
 
+def test_a_weight_that_is_not_finite_is_named():
+    model = LanguageModel(tiny("Llama"))
+    with torch.no_grad():
+        model.model.model.layers[0].mlp.up_proj.weight[1, 1] = math.nan
+    line = r"computes NaN: model.layers.0.mlp.up_proj.weight has values that are not finite;"
+    with pytest.raises(ConfigError, match=line):
+        check_rows(model, "task.options.packing", False)
+
+
 def test_an_output_layer_of_zeros_hides_no_scale_and_no_cap():
     free = {"tie_word_embeddings": False}
     for kind, more in {"Granite": {"logits_scaling": 4.0}, "Cohere": {}, "Gemma2": {}}.items():
@@ -329,6 +339,40 @@ def test_dpo_begins_with_its_reference_and_does_not_depend_on_layout(layout, lor
     check_parity(one, fit_on(ranks, tmp_path / "many", *PREFERENCES, lora, *words), falls=False)
 
 
+def place_of_reference(folder):
+    task = SimpleNamespace(options=SimpleNamespace(model=str(folder), lora=None))
+    task._reference = DPO._reference.func(task)
+    return DPO._place(task, SimpleNamespace(digest="of pairs"))
+
+
+def test_a_reference_follows_from_the_weights_of_its_model_not_from_their_place(tmp_path):
+    places = []
+    model = tiny("Llama")
+    for name, factor in (("one", 1), ("copy", 1), ("other", 2)):
+        with torch.no_grad():
+            model.lm_head.weight *= factor
+        model.save_pretrained(tmp_path / name)
+        os.utime(tmp_path / name / "model.safetensors", (1e9, 1e9))
+        places.append(place_of_reference(tmp_path / name))
+    assert places[0] == places[1] != places[2]
+
+
+def test_dpo_is_exported_and_goes_on_from_its_own_reference_only(tmp_path):
+    for name, seed in (("base", 0), ("other", 1)):
+        torch.manual_seed(seed)
+        sizes = SimpleNamespace(width=16, heads=2, layers=1, context=192)
+        build_llama(sizes, tokenizer := build_tokenizer()).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    words = [*PREFERENCES, "strategy=single", "strategy.precision=fp32", "run.name=a"]
+    words += ["run.steps=2", "checkpoint.export=hf", "run.resume=auto"]
+    fit_on(1, tmp_path, *words, f"task.options.model={tmp_path / 'base'}")
+    (folder,) = tmp_path.glob("**/export")
+    assert (folder / "model.safetensors").is_file()
+    words += ["run.steps=3", f"task.options.model={tmp_path / 'other'}"]
+    with pytest.raises(AssertionError, match=r"the train data has digest .* the run to resume had"):
+        fit_on(1, tmp_path, *words)
+
+
 def test_a_reference_follows_from_the_config_of_its_model(tmp_path):
     tiny("Llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -340,8 +384,7 @@ def test_a_reference_follows_from_the_config_of_its_model(tmp_path):
         {"rope_parameters": rope},
     ):
         path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-        task = SimpleNamespace(options=SimpleNamespace(model=str(tmp_path), lora=None))
-        places.append(DPO._place(task, SimpleNamespace(digest="of pairs")))
+        places.append(place_of_reference(tmp_path))
     assert places[0] == places[1] != places[2]
 
 

@@ -249,8 +249,9 @@ class Restoration:
         changed = f" ({'; '.join(settings)})" if settings else ""
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         if {*others} == {OF_MODEL}:
+            how = how.replace("uint8 with ", "")
             raise CheckpointError(f"""build_model{changed}: makes a model of another config than the
-                run's, which was {how}; give the config.json that the run began with""")
+                run's ({how}); give the config.json that it began with""")
         raise CheckpointError(f"""build_model{changed}: makes other frozen weights than the run
             trained on, and its checkpoint holds their digests only: {name}{more} was {how};
             give the base of the run""")

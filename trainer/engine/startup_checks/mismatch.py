@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from trainer.engine.startup_checks.passes import PassResult
 from trainer.engine.startup_checks.trace import Call, CallTrace, Key, describe, find_module
 from trainer.rng.draw_traces import IN_A_KERNEL
 from trainer.same import BY_HAND, SMALL, relative
-from trainer.same.distance import apart, norms_apart
+from trainer.same.distance import apart, norms_apart, sketch
 from trainer.strategy.modules.dry_run import DispatchMode
 
 LEAST_OF_ALL = 1e-12  # of all gradients: those that are zero but for rounding are that small
@@ -104,6 +104,19 @@ def compare(whole: PassResult, parts: PassResult, limit: float) -> Mismatch | No
             return Mismatch("buffer", name)
     name = find_written(whole, parts, limit)
     return Mismatch("parameter", name) if name else None
+
+
+def flatten(passed: PassResult) -> tuple[torch.Tensor, Callable[[torch.Tensor], PassResult]]:
+    """Return sums and sketches of gradients as (n,), and what makes a result of such numbers."""
+    gradients = {n: sketch(g) for n, g in passed.gradients.items() if g is not None}
+    leaves, form = tree_flatten((passed.sums, gradients, passed.recorded))
+    sizes = [leaf.numel() for leaf in leaves]
+
+    def of(numbers: torch.Tensor) -> PassResult:
+        sums, gradients, recorded = tree_unflatten(numbers.split(sizes), form)
+        return PassResult(sums, gradients, {}, {}, passed.dtype, recorded)
+
+    return torch.cat([leaf.double().cpu() for leaf in leaves]), of
 
 
 def find_written(whole: PassResult, parts: PassResult, limit: float) -> str:

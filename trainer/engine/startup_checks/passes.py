@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.preparation import MicroBatch
 from trainer.engine.context import Hooks, Parts
@@ -26,7 +26,6 @@ from trainer.engine.values import Values, sum_up, weigh_all
 from trainer.hook_calls import call
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import ExampleRng
-from trainer.same.distance import sketch
 from trainer.sandbox import keep_attributes, keep_generators, keep_tensors, sandbox
 from trainer.strategy.modules.dry_run import perturb
 from trainer.strategy.tensor_shards import replace_tensors
@@ -73,18 +72,6 @@ class PassResult:
             tensors = [] if gradient is None else [gradient]
             found.append((f"the gradient of {name}", [], digest(tensors)))
         return found
-
-    def flatten(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], PassResult]]:
-        """Return sums and sketches of gradients as (n,), and the result that such numbers make."""
-        gradients = {n: sketch(g) for n, g in self.gradients.items() if g is not None}
-        leaves, form = tree_flatten((self.sums, gradients, self.recorded))
-        sizes = [leaf.numel() for leaf in leaves]
-
-        def of(numbers: torch.Tensor) -> PassResult:
-            sums, gradients, recorded = tree_unflatten(numbers.split(sizes), form)
-            return PassResult(sums, gradients, {}, {}, self.dtype, recorded)
-
-        return torch.cat([leaf.double().cpu() for leaf in leaves]), of
 
 
 @dataclass(frozen=True)

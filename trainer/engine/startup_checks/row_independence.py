@@ -27,6 +27,7 @@ from trainer.engine.startup_checks.mismatch import (
     explain_written,
     find_late_hook,
     find_written,
+    flatten,
     list_changed,
 )
 from trainer.engine.startup_checks.passes import (
@@ -223,7 +224,7 @@ class RowIndependenceCheck:
             is_kept = passed.written or has_changed or counters.have_advanced()
             is_plain = not (is_kept or list_changed(subject.module, passed))
             if is_plain and not find_late_hook(subject.module):
-                own = passed.flatten()
+                own = flatten(passed)
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)
         if own is None or not count or most[0] != -most[1]:
