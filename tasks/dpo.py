@@ -100,7 +100,10 @@ class DPO(lm.LM):
 
     def _place(self, pairs: chat.PairDataset) -> Path:
         """Return the file of the reference's log-probabilities, (pairs, 2)."""
-        made = [pairs.digest, transformers.__version__, self._reference]
+        made: list[Any] = [pairs.digest, transformers.__version__, self._reference]
+        if self.options.model:  # a sample of their bytes may miss a few
+            files = hf.find(self.options.model).folder.resolve().glob("*.safetensors")
+            made += [(each.stat().st_size, each.stat().st_mtime_ns) for each in sorted(files)]
         name = hashlib.sha256(repr(made).encode()).hexdigest()[:40]
         return default_folder().expanduser() / "reference" / f"{name}.npy"
 

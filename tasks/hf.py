@@ -150,7 +150,10 @@ def load_config(name: str, key: str = KEY, **options: Any) -> Any:
 
 
 def digest_config(config: Any) -> str:
-    """Return a digest of what decides outputs in a config of transformers, defaults included."""
+    """Return a digest of what decides outputs in a config of transformers.
+
+    Without defaults: a later version of transformers has more of them.
+    """
     transformers = import_packages("transformers")
     left_out = {*transformers.GenerationConfig().to_dict(), *OF_NO_OUTPUT}
 
@@ -160,7 +163,7 @@ def digest_config(config: Any) -> str:
         names = (each for each in value if each not in left_out and not str(each).startswith("_"))
         return {str(name): kept(value[name]) for name in names}
 
-    content = json.dumps(kept(config.to_dict()), sort_keys=True, default=str)
+    content = json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from trainer import ConfigError
 from trainer.errors import one_line
 
@@ -116,7 +114,7 @@ def _check_weights(source: Source, files: Sequence[str], given: str) -> None:
 
 
 def check_loaded(
-    model: nn.Module,
+    model: Any,
     kind: str,
     report: Any,
     given: str,
@@ -134,8 +132,10 @@ def check_loaded(
         return ()
     named = f"{', '.join(new[:3])}{', ...' * (len(new) > 3)}"
     may_be_new = any(part in kind for part in NEW_HEADS)
-    if not may_be_new and report["mismatched_keys"]:
-        name, there, here = min(report["mismatched_keys"])
+    body = f"{model.base_model_prefix}."
+    mismatched = [e for e in report["mismatched_keys"] if not may_be_new or e[0].startswith(body)]
+    if mismatched:
+        name, there, here = min(mismatched)
         raise ConfigError(f"""{given}: {name} has shape {tuple(there)} in its files and
             {tuple(here)} by its config.json; must be the config that they were saved with""")
     if not may_be_new or 2 * len(new) > len(list(model.parameters())):
@@ -146,12 +146,22 @@ def check_loaded(
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in new))
 
 
-def _find_surplus(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return those of weights that layers like the model's have: of more layers, or a bias."""
-    layers = {_without_numbers(n) for n, each in model.named_modules() if each._parameters}
+def _find_surplus(model: Any, names: Iterable[str]) -> list[str]:
+    """Return those of weights that the model's layers take by another config: of more layers, or a
+    bias. Layers that predict further tokens, which follow the others, are none of its own."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None) or 0
+    further = range(count, count + (getattr(config, "num_nextn_predict_layers", None) or 0))
+    layers = {_without_numbers(name): each for name, each in model.named_modules()}
     known = model.state_dict().keys()
-    of_layers = (n for n in names if _without_numbers(n.rpartition(".")[0]) in layers)
-    return sorted(name for name in of_layers if name not in known)
+    found = []
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        layer = layers.get(_without_numbers(owner))
+        takes = layer is not None and last in layer._parameters
+        if takes and name not in known and not {*map(int, re.findall(r"\d+", owner))} & {*further}:
+            found.append(name)
+    return sorted(found)
 
 
 def _without_numbers(name: str) -> str:

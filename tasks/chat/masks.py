@@ -103,8 +103,10 @@ class Masks:
         begins = []
         for number, message in enumerate(messages) if first or self.template.marks_headers else ():
             if number >= first and message["role"] == "assistant":
-                before, _ = self.template.render(messages[:number], options, opens=True)
-                begins += [len(before)] if sealed.startswith(before) else []
+                befores = [
+                    self.template.render(messages[:number], options, o)[0] for o in (True, False)
+                ]
+                begins += [len(each) for each in befores if sealed.startswith(each)][:1]
         if first:
             spans = [span for span in spans if begins and span[1] > begins[0]]
         spans = [(next((b for b in begins if start < b < end), start), end) for start, end in spans]
@@ -138,7 +140,7 @@ class Masks:
                     end = len(after) - start
             else:
                 facts.add(UNSTABLE)
-                found = self.template.find_end(messages, options, number, sealed, after, start)
+                found = self.template.find_end(messages, options, number, sealed, start)
                 if found is None:
                     raise Flaw("of which the template renders an answer otherwise later", MARK)
                 end = found - start

@@ -92,12 +92,12 @@ class SealedTokenizer:
         ends = [match.end() for match in self._mark.finditer(sealed)]
         return ends[-1] if ends and not sealed[ends[-1] :].strip() else None
 
-    def find_end(self, sealed: str, start: int, place: int, token: int | None) -> int | None:
-        """Return the place after the first mark of a token from `start` on, else after the mark at
-        `place`, which may be within it."""
+    def find_end(self, sealed: str, start: int, place: int | None, token: int | None) -> int | None:
+        """Return the place after the first mark of a token from `start` on, else after the first
+        mark of any from `place` on."""
         marks = [*self._mark.finditer(sealed, start)]
         found = [m.end() for m in marks if self._of_mark[int(m[1])] == token]
-        found += [m.end() for m in marks if m.start() <= place < m.end()]
+        found += [m.end() for m in marks if place is not None and m.start() >= place]
         return found[0] if found else None
 
 

@@ -106,7 +106,8 @@ def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in FILES:
         with open(folder / name, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+            while block := file.read(2**20):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -172,9 +173,7 @@ class _Writer:
         plans = [self._masks.plan(example) for example in examples]
         self._stop = self._masks.stop_of(examples[0])
         self._batch.append((place, content_hash(examples), plans))
-        self._size += sum(
-            len(plan.sealed) + sum(len(b or "") for b in plan.befores) for plan in plans
-        )
+        self._size += sum(len("".join([plan.sealed, *plan.befores])) for plan in plans)
         if len(self._batch) >= MOST_ROWS or self._size >= MOST_CHARACTERS:
             self._flush()
 

@@ -31,12 +31,15 @@ PROBE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": AN
 MOST_SHOWN = 120  # characters of what a template raises
 _FUNCTION = {"name": SHOWN, "description": "", "parameters": {"type": "object", "properties": {}}}
 _CALL = {"type": "function", "function": {"name": SHOWN, "arguments": {}}}
+_CALLING: dict[str, Any] = {**PROBE[1], "tool_calls": [_CALL]}
 # what a row may have beside contents: a chat that has it, and options
 PARTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tools": (PROBE, {"tools": [{"type": "function", "function": _FUNCTION}]}),
-    "the system message": ([{"role": "system", "content": SHOWN}, *PROBE], {}),
+    "messages of system": ([{"role": "system", "content": SHOWN}, *PROBE], {}),
+    "messages of developer": ([{"role": "developer", "content": SHOWN}, *PROBE], {}),
+    "messages of tool": ([PROBE[0], _CALLING, {"role": "tool", "content": SHOWN}, PROBE[1]], {}),
     "reasoning_content": ([PROBE[0], PROBE[1] | {"reasoning_content": SHOWN}], {}),
-    "tool_calls": ([PROBE[0], {**PROBE[1], "tool_calls": [_CALL]}], {}),
+    "tool_calls": ([PROBE[0], _CALLING], {}),
 }
 
 Span = tuple[int, int]
@@ -76,8 +79,7 @@ class ChatTemplate:
     def find_left_out(self, messages: Any, options: Any) -> list[str]:
         """Return which PARTS of a chat the template leaves out, as it does of a chat of digits."""
         found = {key for each in messages for key, value in each.items() if value} | {*options}
-        if messages[0]["role"] in ("system", "developer"):
-            found.add("the system message")
+        found |= {f"messages of {each['role']}" for each in messages}
         for name in PARTS.keys() & found - self._left_out.keys():
             messages, given = PARTS[name]
             shown = self._probe(messages, options=given)
@@ -132,18 +134,20 @@ class ChatTemplate:
         return longer if is_header and sealed.startswith(longer) else before
 
     def find_end(
-        self, messages: Any, options: Any, number: int, sealed: str, after: str, start: int
+        self, messages: Any, options: Any, number: int, sealed: str, start: int
     ) -> int | None:
-        """Return where answer `number` ends in a whole chat that goes on otherwise than `after`.
+        """Return where answer `number`, which begins at `start`, ends in a whole chat.
 
-        It is the stop token, or another one that is there instead; None if neither comes before the
-        next message.
+        It is the stop token, or the one that follows its content there instead; None if neither
+        comes before the next message.
         """
         other = [*messages]
         other[number + 1] = other[number + 1] | {"content": ASKED}
         most = count_common(sealed, self.render(other, options)[0])
-        place = count_common(sealed, after)
-        return self._sealed.find_end(sealed[:most], start, place, self.stop)
+        content = self._sealed.seal(messages[number]["content"]).strip()
+        place = sealed.find(content, start, most) if content else -1
+        end = place + len(content) if place >= 0 else None
+        return self._sealed.find_end(sealed[:most], start, end, self.stop)
 
     def _probe(self, messages: Any, opens: bool = False, options: Any = None) -> str:
         """Return the sealed text of messages; empty if the template refuses them."""
@@ -162,7 +166,7 @@ class ChatTemplate:
 
     def _find_stop(self) -> int | None:
         """Return the special token after an answer, if there is one."""
-        shown = self._probe(PROBE) or self._probe(PARTS["the system message"][0])
+        shown = self._probe(PROBE) or self._probe(PARTS["messages of system"][0])
         _, found, rest = shown.rpartition(ANSWERED)
         after = self._sealed.marks(rest) if found else []
         return after[0] if after else None
@@ -170,8 +174,14 @@ class ChatTemplate:
 
 def count_common(one: str, other: str) -> int:
     """Return how many characters two texts begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _parts(content: str) -> list[dict[str, str]]:

@@ -259,6 +259,15 @@ def test_an_answer_that_ends_otherwise_later_ends_before_the_next_message(tmp_pa
     text = shown(opened(tmp_path, chat, tokenizer=tokenizer, context=99), tokenizer)
     learned = [part.split("]]")[0] for part in text.split("[[")[1:]]
     assert learned == ["It<|im_end|>", "is<|im_end|>", "four</s>"]
+    thinks = "{% if m.thinking and loop.last %}{{ '<|im_start|>' + m.thinking + '<|im_end|>' }}"
+    each = "{% for m in messages %}"
+    thinks = turns.replace(each, f"{each}{thinks}{{% endif %}}")
+    tokenizer = build_tokenizer(template=thinks)
+    for message in chat["messages"][1:4:2]:
+        message["thinking"] = "two"
+    text = shown(opened(tmp_path, chat, tokenizer=tokenizer, context=99), tokenizer)
+    learned = [part.split("]]")[0] for part in text.split("[[")[1:]]
+    assert learned[:2] == ["It<|im_end|>", "is<|im_end|>"]
     at_last = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     at_last += "{{ 'assistant: ' if add_generation_prompt else '</s>' }}"
     refusal = refused(tmp_path, chat, tokenizer=build_tokenizer(template=at_last))
@@ -288,15 +297,17 @@ def test_the_header_of_an_answer_is_not_learned_where_a_template_marks_it(tmp_pa
 
 def test_what_a_template_leaves_out_of_a_row_is_named(tmp_path):
     two, four = said("two", "four")
+    rules = {"role": "developer", "content": "say"}
     thought = "<think>is</think>four"
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     template = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
-    template = template.replace("in messages", "in messages if m.role != 'system'")
+    template = template.replace("in messages", "in messages if m.role in ('user', 'assistant')")
     tokenizer = build_tokenizer(template=template)
     for row, what in (
         ({"messages": [two, four]}, ""),
         ({"messages": [two, four], "tools": [call]}, "tools"),
-        ({"messages": said("two", "four", system="say")}, "the system message"),
+        ({"messages": said("two", "four", system="say")}, "messages of system"),
+        ({"messages": [rules, two, four]}, "messages of developer"),
         ({"messages": [two, four | {"reasoning_content": "is"}]}, "reasoning_content"),
         ({"messages": [two, four | {"tool_calls": [call]}]}, "tool_calls"),
         ({"messages": said("two", thought)}, "parts of an answer, or renders it otherwise"),

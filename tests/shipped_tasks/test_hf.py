@@ -332,6 +332,25 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(llama, copied):
     assert f"has shape ({vocabulary}, " in others and f"and ({vocabulary + 1}, " in others
 
 
+def test_only_a_new_head_may_have_another_shape(llama, copied):
+    change(copied, vocab_size=hf.load_config(str(llama)).vocab_size + 1)
+    told = refusal(hf.load_model, "AutoModelForSequenceClassification", str(copied))
+    assert told.startswith(f"{KEY}={copied}: model.embed_tokens.weight has shape (")
+
+
+def test_weights_of_pretraining_alone_are_no_flaw(tmp_path):
+    """A token for hidden patches, and layers that predict further tokens."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    transformers.ViTForMaskedImageModeling(config).save_pretrained(tmp_path / "vit")
+    hf.load_model("AutoModelForImageClassification", str(tmp_path / "vit"))
+    config = transformers.LlamaConfig(**sizes | {"num_hidden_layers": 2}, vocab_size=32)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    change(tmp_path / "llama", num_hidden_layers=1, num_nextn_predict_layers=1)
+    hf.load_model("AutoModelForCausalLM", str(tmp_path / "llama"))
+
+
 # GGUF ------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import CONF, check_parity, fit, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
@@ -108,6 +109,21 @@ def test_units_that_some_ranks_do_not_run_are_named_before_they_are_gathered(fir
     assert any(re.match(line, each) for each in lines), "\n".join(lines)
 
 
+class DrawsForPairs(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * torch.rand(len(values)) if len(values) > 1 else values
+
+
+class SumsOnRanks(Tiny):
+    def loss(self, outputs, targets):
+        if len(targets) == 1 and self.world.rank:
+            raise ValueError("a row has no other one")
+        values = super().loss(outputs, targets)
+        dist.all_reduce(values.detach().sum())
+        return values
+
+
 class Normed(Tiny):
     def build_model(self):
         return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
@@ -131,12 +147,14 @@ def rows_of_dry_runs(folder, task, *words):
     [
         (Tiny, [], [1]),
         (Tiny, ["task.options.dropout=0.2"], [1]),
+        (DrawsForPairs, [], [1]),  # and the proof finds that more rows draw
+        (SumsOnRanks, [], [1, 4]),  # where a rank that fails would not be waited for
         (Blocks, [], [1, 4]),  # which reaches one of two experts
         (Normed, [], [1, 4]),  # which one row has no statistics for
     ],
 )
 def test_a_dry_run_takes_one_row_of_a_large_model_if_that_is_enough(task, words, rows, tmp_path):
-    words = [*WORDS[:-2], "run.steps=3", "run.prove=false", "data.micro_batch=4", *words]
+    words = [*WORDS[:-2], "run.steps=3", "run.prove=warn", "data.micro_batch=4", *words]
     found = on_ranks(2, rows_of_dry_runs, tmp_path / "a", task, *words)
     assert [each for each, _ in found] == [rows, rows]
     losses = fit_on(2, tmp_path / "b", *words, task=task)["losses"]

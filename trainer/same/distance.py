@@ -89,24 +89,27 @@ def weigh(rows: torch.Tensor) -> torch.Tensor:
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
     """Return (16,) sums of the elements, with signs drawn by their places.
 
-    norm(sketch(a) - sketch(b)) is norm(a - b), give or take a fifth: a random projection by signs
+    norm(sketch(a) - sketch(b)) is norm(a - b), give or take a third: a random projection by signs
     (Achlioptas, 2003), which is linear.
     """
     own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = own.detach().reshape(-1)
     flat = flat.float() if flat.dtype.itemsize < 4 else flat
-    pieces = flat.split(WIDTH)
     whole = flat[: flat.numel() // WIDTH * WIDTH].view(-1, WIDTH)
-    signs = _draw_signs(WIDTH, flat.dtype, flat.device)
-    sums = [whole @ signs, *((last @ signs[: len(last)])[None] for last in pieces[len(whole) :])]
-    of_pieces = _draw_signs(len(pieces), torch.float64, flat.device)
-    return (torch.cat(sums).double() * of_pieces).sum(0) / SKETCHED**0.5
+    rest = flat[whole.numel() :]
+    signs = _signs_of_places(flat.dtype, flat.device)
+    sums = torch.cat([whole @ signs, (rest @ signs[: len(rest)])[None]]).double()
+    return (sums * _draw_signs(len(sums), 1).to(sums)).sum(0) / SKETCHED**0.5
 
 
-@lru_cache(maxsize=64)
-def _draw_signs(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    drawn = torch.Generator().manual_seed(rows)
-    return (torch.randint(2, (rows, SKETCHED), generator=drawn) * 2 - 1).to(device, dtype)
+@lru_cache(maxsize=4)
+def _signs_of_places(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _draw_signs(WIDTH, 0).to(device, dtype)
+
+
+def _draw_signs(rows: int, seed: int) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (rows, SKETCHED), generator=drawn) * 2 - 1
 
 
 def digest_rows(tree: Any) -> list[float]:

@@ -30,7 +30,7 @@ from trainer.rng.forward import ExampleRng
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
-from trainer.strategy.modules.dry_run import FrozenKept, check_reached, eager, is_large
+from trainer.strategy.modules.dry_run import Alone, FrozenKept, check_reached, eager, is_large
 from trainer.strategy.modules.running_statistics import RunningStatistics
 from trainer.strategy.modules.tensor_memory import (
     ActivationCheckpoint,
@@ -310,20 +310,21 @@ class Strategy(ABC):
         """Run forward and backward once on the unwrapped module.
 
         Lazy layers create their weights, and the operations are counted. One row of a large model
-        is enough, unless it reaches fewer parameters, as it may of experts. A collective.
+        is enough, unless it reaches fewer parameters, as it may of experts, or ranks wait for each
+        other in it. What one row draws is not all: the proof traces draws again. A collective.
         """
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
         with eager(self.spec.config), watch, self.spec.draws.traces.watched("loss"):
             found = None
-            if is_large(self.module):
-                with suppress(Exception):  # such as a norm over rows
+            if is_large(self.module) and self.spec.config.run.prove:
+                with suppress(Exception), Alone():  # such as a norm over rows
                     row = slice_rows(batch, 0, 1, count_rows(*reversed(batch)))
-                    found = self._dry_pass(row, objective)
+                    found = self._dry_pass(row, objective.total)
                 has_all = all(p.grad is not None for p in self.tensors.trained)
                 if any(self._any_rank([found is None or not has_all])):
                     found = None
                     self.module.zero_grad()
-            found = found or self._dry_pass(batch, objective)
+            found = found or self._dry_pass(batch, lambda *made: objective(*made)[0])
         self.flops, self.untouched = found
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -334,13 +335,13 @@ class Strategy(ABC):
         self._compile([self.module] if is_whole else self.spec.blocks)
 
     def _dry_pass(
-        self, batch: MicroBatch, objective: ObjectiveProtocol
+        self, batch: MicroBatch, sum_up: Callable[[Any, Any], torch.Tensor]
     ) -> tuple[float, list[nn.Parameter]]:
         """Return the operations of a row, and the large frozen parameters that none has written."""
         inputs, targets = copied(batch)
         with FrozenKept(self.module) as counter:
             with self.precision.autocast():
-                total, _ = objective(call(self.module, inputs, self.rows), targets)
+                total = sum_up(call(self.module, inputs, self.rows), targets)
             total.backward()
         return counter.total / count_rows(targets, inputs), counter.untouched
 

@@ -45,7 +45,7 @@ from trainer.same.distance import digest_rows
 from trainer.sandbox import keep_attributes, keep_modes, keep_passes, sandbox
 from trainer.sandbox.outside import Traces
 from trainer.strategy.modules.batchnorm import has_plain_batchnorm
-from trainer.strategy.modules.dry_run import eager
+from trainer.strategy.modules.dry_run import eager, is_large
 
 MESH = "ranks of the mesh"
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are checked again
@@ -145,6 +145,10 @@ class StartupChecks:
         self._checked |= {key, (name, step)}
         begun = time.monotonic()
         found = self.row_check.examine(name, loss, self._rows, self._running(), is_first)
+        had_row = is_first and is_large(self._parts.strategy.module)  # in the dry run, and no more
+        if had_row and any(self._parts.ranks.group.max(bool(found.line))):
+            self.trace_draws(name, loss)  # more rows may draw what one does not
+            found = self.row_check.examine(name, loss, self._rows, self._running(), is_first)
         for what in self._traces.take():
             why = "in the trial passes of the start, too"
             run.say(f"note: {what} {why}: runs with another run.prove may differ")

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -212,18 +213,17 @@ class RowIndependenceCheck:
         """
         group = self._parts.ranks.group
         wide, cuts, depth = trial
-        whole = (0, cuts[-1])
         passes = SlicedPasses(subject, wide, depth)
         own = None
-        with suppress(Exception), Alone(), sandbox(keep_attributes(subject.module, subject.hooks)):
-            counters = Counters(subject.module, subject.hooks)
-            snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
+        module, hooks = subject.module, subject.hooks
+        with suppress(Exception), Alone(), sandbox(keep_attributes(module, hooks)):
+            counters = Counters(module, hooks)
+            snapshot = AttributeSnapshot(state_of(module, hooks))
             is_whole = is_fixed or group.world.rank % 2 == 0
-            passed = passes.run(whole if is_whole else cuts, keeps_state=True)
-            has_changed = snapshot.changed(state_of(subject.module, subject.hooks))
-            is_kept = passed.written or has_changed or counters.have_advanced()
-            is_plain = not (is_kept or list_changed(subject.module, passed))
-            if is_plain and not find_late_hook(subject.module):
+            passed = passes.run((0, cuts[-1]) if is_whole else cuts, keeps_state=True)
+            kept: list[Any] = [passed.written, snapshot.changed(state_of(module, hooks))]
+            kept += [counters.have_advanced(), list_changed(module, passed)]
+            if not any(kept) and not find_late_hook(module):
                 own = flatten(passed)
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError
 from trainer.sandbox import is_large_frozen
 
 NOISE = 0.05  # of a weight
-REPEATED = 2**16 + 1  # elements of noise; a prime, so that no two rows of a matrix get the same
+REPEATED = 2**16 + 1  # elements of noise; a prime, so that as many rows of a matrix get others
 LARGE_BYTES = 2**27  # of a model, which takes half a second and more for a row on a CPU
 
 
