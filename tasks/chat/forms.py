@@ -101,6 +101,10 @@ def _common_start(chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], lis
     count = 0
     while count < min(len(chosen), len(rejected)) - 1 and chosen[count] == rejected[count]:
         count += 1
+    rest = (each[count] for each in (chosen, rejected) if count < len(each))
+    if any(isinstance(each, Mapping) and each.get("role") != "assistant" for each in rest):
+        must = "both must begin with the same messages, up to an answer"
+        raise Flaw("whose chosen and rejected differ before an answer", must)
     return chosen[:count], chosen[count:], rejected[count:]
 
 
@@ -154,6 +158,8 @@ def _message(given: Any) -> dict[str, Any]:
     if role not in ROLES:
         raise Flaw(f"with the role {role!r:.40}", f"must be one of {', '.join(ROLES)}")
     message = {str(key): value for key, value in given.items() if value is not None}
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]
     for value in message.values():
         check_value(value)
     content = _content(message.get("content"), role, "tool_calls" in message)

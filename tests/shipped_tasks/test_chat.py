@@ -632,6 +632,10 @@ def test_pairs_that_cannot_be_used_are_refused_by_a_line(tmp_path):
         (same, "1 row with equal chosen and rejected (chat.jsonl:1); must be two different"),
         (GOOD, "1 row without such columns: messages (chat.jsonl:1); must have prompt, chosen"),
         (same | {"rejected": ""}, "1 row with an empty rejected (chat.jsonl:1); write it"),
+        (
+            {"chosen": said("two", "four"), "rejected": said("four", "two")},
+            "1 row whose chosen and rejected differ before an answer (chat.jsonl:1); both must",
+        ),
         (same | {"rejected": 1}, "1 row with a int as rejected (chat.jsonl:1); must be a string"),
     ):
         assert refused(tmp_path, row, tokenizer=SHARED, kind=PAIRS).startswith(text)

@@ -302,7 +302,7 @@ def export_at_end(task: Any, summary: Summary) -> None:
     """Write the folder that checkpoint.export asks for, on rank 0 of a run that is done.
 
     It has the weights of the last checkpoint, or of the best one if checkpoint.best_metric is set.
-    Raises RunError if that fails, and exit.json has it then.
+    Raises RunError if that fails, or what the task's own code raises; exit.json has it then.
     """
     config = task.config
     if config.checkpoint.export is None or summary.exit_code or task.world.rank:
@@ -316,11 +316,14 @@ def export_at_end(task: Any, summary: Summary) -> None:
     try:
         export = FolderExport(summary.directory / NAME, key)
         lines, step = write_pretrained(task, loaded, export)
-    except (ConfigError, RunError, CheckpointError) as error:
-        line = f"{error}; the checkpoints of the run stay"
+    except Exception as error:
+        is_known = isinstance(error, (ConfigError, RunError, CheckpointError))
+        line = f"{error if is_known else one_line(error)}; the checkpoints of the run stay"
         facts = {"step": summary.step, "metrics": summary.metrics, "best": summary.best}
         with suppress(OSError):
             write_exit(summary.directory, 1, line, **facts)
+        if not is_known:
+            raise
         raise RunError(line) from error
     if step != summary.step:
         lines.insert(0, f"exported: step {step:,}, with the best {config.best_metric}")
