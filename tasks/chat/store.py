@@ -173,7 +173,7 @@ class _Writer:
         plans = [self._masks.plan(example) for example in examples]
         self._stop = self._masks.stop_of(examples[0])
         self._batch.append((place, content_hash(examples), plans))
-        self._size += sum(len("".join([plan.sealed, *plan.befores])) for plan in plans)
+        self._size += sum(len(plan.sealed) + sum(map(len, plan.befores)) for plan in plans)
         if len(self._batch) >= MOST_ROWS or self._size >= MOST_CHARACTERS:
             self._flush()
 

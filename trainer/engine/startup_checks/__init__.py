@@ -145,7 +145,8 @@ class StartupChecks:
         self._checked |= {key, (name, step)}
         begun = time.monotonic()
         found = self.row_check.examine(name, loss, self._rows, self._running(), is_first)
-        had_row = is_first and is_large(self._parts.strategy.module)  # in the dry run, and no more
+        whole = self._parts.strategy.tensors.structure
+        had_row = is_first and is_large(whole)  # in the dry run, and no more
         if had_row and any(self._parts.ranks.group.max(bool(found.line))):
             self.trace_draws(name, loss)  # more rows may draw what one does not
             found = self.row_check.examine(name, loss, self._rows, self._running(), is_first)
