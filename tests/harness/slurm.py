@@ -169,7 +169,7 @@ class Cluster:
             "text": True,
             "capture_output": True,
         }
-        return subprocess.run(words, **{**usual, "timeout": 60, **options})
+        return subprocess.run(words, **{**usual, "timeout": 180, **options})
 
     def srun(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
         return self.run("srun", *words, **options)
