@@ -102,8 +102,8 @@ class DPO(lm.LM):
         """Return the file of the reference's log-probabilities, (pairs, 2)."""
         made: list[Any] = [pairs.digest, transformers.__version__, self._reference]
         if self.options.model:  # a sample of their bytes may miss a few
-            files = hf.find(self.options.model).folder.resolve().glob("*.safetensors")
-            made += [(each.stat().st_size, each.stat().st_mtime_ns) for each in sorted(files)]
+            states = [path.stat() for path in find_weights(self.options.model)]
+            made += [(state.st_size, state.st_mtime_ns) for state in states]
         name = hashlib.sha256(repr(made).encode()).hexdigest()[:40]
         return default_folder().expanduser() / "reference" / f"{name}.npy"
 
@@ -114,8 +114,7 @@ class DPO(lm.LM):
         if options.model:
             config = hf.load_config(options.model)
             made = [hf.digest_config(config), str(config.dtype) if options.lora else ""]
-            files = hf.find(options.model).folder.glob("*.safetensors")
-            made += [f"{path.name} {sample(path)}" for path in sorted(files)]
+            made += [f"{path.name} {sample(path)}" for path in find_weights(options.model)]
         else:
             sizes = (options.width, options.layers, options.heads)
             made = [f"{self.config.run.seed} {sizes}"]
@@ -163,6 +162,10 @@ class DPO(lm.LM):
         """Return by how much more the model prefers the chosen answer than the reference does."""
         gained = outputs - reference.to(outputs.dtype)
         return gained[:, 0] - gained[:, 1]
+
+
+def find_weights(name: str) -> list[Path]:
+    return sorted(hf.find(name).folder.glob("*.safetensors"))
 
 
 def sample(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -103,10 +104,8 @@ class Masks:
         begins = []
         for number, message in enumerate(messages) if first or self.template.marks_headers else ():
             if number >= first and message["role"] == "assistant":
-                befores = [
-                    self.template.render(messages[:number], options, o)[0] for o in (True, False)
-                ]
-                begins += [len(each) for each in befores if sealed.startswith(each)][:1]
+                both = (self.template.render(messages[:number], options, o) for o in (True, False))
+                begins += islice((len(text) for text, _ in both if sealed.startswith(text)), 1)
         if first:
             spans = [span for span in spans if begins and span[1] > begins[0]]
         spans = [(next((b for b in begins if start < b < end), start), end) for start, end in spans]

@@ -56,7 +56,9 @@ class ChatTemplate:
         if isinstance(named := tokenizer.chat_template, dict) and named:
             names = ", ".join(sorted(named))
             self._absent = f"the chat templates {names}, but none named default, which is taken"
-        self._of_tools = find_template(tokenizer, [_FUNCTION])
+        both = (self.text, find_template(tokenizer, [_FUNCTION]))
+        self._texts = [text or "" for text in both]  # of chats without and with tools
+        self._are_marked = [bool(GENERATION.search(text)) for text in self._texts]
         self._variables = dict(tokenizer.special_tokens_map)
         self._takes_parts = False
         self._drops_users = False
@@ -69,12 +71,8 @@ class ChatTemplate:
         self.marks_headers = bool(spans) and spans[0][0] < len(opened)
         self._left_out: dict[str, bool] = {}
 
-    def text_for(self, options: Any) -> str:
-        """Return the template, which may be another one for chats with tools."""
-        return (self._of_tools if options.get("tools") else self.text) or ""
-
     def marks_answers(self, options: Any) -> bool:
-        return bool(GENERATION.search(self.text_for(options)))
+        return self._are_marked[bool(options.get("tools"))]
 
     def find_left_out(self, messages: Any, options: Any) -> list[str]:
         """Return which PARTS of a chat the template leaves out, as it does of a chat of digits."""
@@ -97,7 +95,7 @@ class ChatTemplate:
         if self._drops_users:
             advice = "take a model with another template"
             raise Flaw("whose user's turns the chat template leaves out", advice)
-        text = self.text_for(options)
+        text = self._texts[bool(options.get("tools"))]
         if self._takes_parts:
             messages = [each | {"content": _parts(each["content"])} for each in messages]
         try:

@@ -11,6 +11,7 @@ from tiny import Tiny
 
 from trainer import ConfigError
 from trainer.engine.startup_checks import row_independence
+from trainer.strategy.modules import dry_run
 
 EARLY = ["data.global_batch=12", "run.ema_decay=0.9", "run.clip_norm=1", "optim=adamw"]
 LATE = [
@@ -134,6 +135,7 @@ def test_later_proofs_of_a_large_model_have_no_backward(tmp_path, monkeypatch):
     first = count("first", 1)
     assert count("small", 3) > first > 0
     monkeypatch.setattr(row_independence, "LARGE_BYTES", 0)
+    monkeypatch.setattr(dry_run, "LARGE_BYTES", 0)
     assert count("large", 3) == first
 
 

@@ -249,7 +249,6 @@ class Restoration:
         changed = f" ({'; '.join(settings)})" if settings else ""
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         if {*others} == {OF_MODEL}:
-            how = how.replace("uint8 with ", "")
             raise CheckpointError(f"""build_model{changed}: makes a model of another config than the
                 run's ({how}); give the config.json that it began with""")
         raise CheckpointError(f"""build_model{changed}: makes other frozen weights than the run

@@ -148,8 +148,9 @@ def find_other_base(
                 is_exact = torch.promote_types(whole.dtype, dtype_of(dtype)) == whole.dtype
                 here = _facts_of(whole.to(dtype_of(dtype)) if is_exact else whole)
         if here != [dtype, shape, number]:
-            there = f"{dtype} with digest {_short(number)}"
-            found[name] = f"{there}, here {here[0]} with digest {_short(here[-1])}"
+            kinds = ("", "") if name == OF_MODEL else (f"{dtype} with ", f"{here[0]} with ")
+            there = f"{kinds[0]}digest {_short(number)}"
+            found[name] = f"{there}, here {kinds[1]}digest {_short(here[-1])}"
     return dict(group.tell_all(found))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +57,7 @@ from trainer.same import OF_RANKS, ROWS
 from trainer.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 from trainer.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
-from trainer.strategy.modules.dry_run import LARGE_BYTES, Alone
+from trainer.strategy.modules.dry_run import LARGE_BYTES, Alone, is_large
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
@@ -113,20 +113,21 @@ class RowIndependenceCheck:
         the optimizer would be the peak of its memory.
         """
         strategy = self._parts.strategy
-        size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
+        structure = strategy.tensors.structure
+        size = sum(p.nbytes for p in structure.parameters())
         is_fixed = type(strategy).batch_split(self._parts.config).is_fixed
         if size > PROVED_BYTES:
             return CheckResult(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
         if 6 * self._flops > MOST_FLOPS:
             return CheckResult(unproved=f"left out, since a few rows would take too long; {VERIFY}")
-        deepest: Depth = "backward" if is_first or size <= LARGE_BYTES else "graph"
-        trials = _list_trials(rows.cuts, self._list_wide(), deepest)
+        deepest: Depth = "backward" if is_first or not is_large(structure) else "graph"
+        trials = [*_list_trials(rows.cuts, self._list_wide(), deepest)]
         with self._opened(name, loss, rows, running) as subject:
             versions = {n: p._version for n, p in subject.module.named_parameters()}
             result = self._try(subject, trials, is_fixed)
             now = subject.module.named_parameters()
             written = next((n for n, p in now if p._version != versions.get(n)), "")
-            if size > LARGE_BYTES and written and not result.line:  # which is not put back
+            if is_large(structure) and written and not result.line:  # which is not put back
                 return CheckResult(explain_written(written))
             return result
 
@@ -145,8 +146,8 @@ class RowIndependenceCheck:
         return wide + [torch.float32] * self._parts.precision.is_rounded
 
     def _is_costly(self) -> bool:
-        size = sum(p.nbytes for p in self._parts.strategy.tensors.structure.parameters())
-        return 6 * self._flops > FP64_FLOPS or size > LARGE_BYTES
+        is_slow = 6 * self._flops > FP64_FLOPS
+        return is_slow or is_large(self._parts.strategy.tensors.structure)
 
     @contextmanager
     def _opened(
@@ -169,7 +170,7 @@ class RowIndependenceCheck:
             )
         strategy.tensors.refresh()
 
-    def _try(self, subject: CheckedUpdate, trials: Iterable[Trial], is_fixed: bool) -> CheckResult:
+    def _try(self, subject: CheckedUpdate, trials: Sequence[Trial], is_fixed: bool) -> CheckResult:
         """Compare by the first trial that no rank fails. A collective."""
         if has_batch_statistics(subject.module):
             why = "which normalises the rows of a micro-batch, in evaluation too"
@@ -177,7 +178,6 @@ class RowIndependenceCheck:
             line = f"left out for BatchNorm without running statistics, {why}: {changes}"
             return CheckResult(unproved=line)
         _prepare_modes(subject)
-        trials = list(trials)
         has_halves = self._parts.ranks.group.world.world_size > 1 and self._is_costly()
         if has_halves and (found := self._try_halves(subject, trials[0], is_fixed)) is not None:
             return found
@@ -217,13 +217,10 @@ class RowIndependenceCheck:
         own = None
         module, hooks = subject.module, subject.hooks
         with suppress(Exception), Alone(), sandbox(keep_attributes(module, hooks)):
-            counters = Counters(module, hooks)
-            snapshot = AttributeSnapshot(state_of(module, hooks))
             is_whole = is_fixed or group.world.rank % 2 == 0
-            passed = passes.run((0, cuts[-1]) if is_whole else cuts, keeps_state=True)
-            kept: list[Any] = [passed.written, snapshot.changed(state_of(module, hooks))]
-            kept += [counters.have_advanced(), list_changed(module, passed)]
-            if not any(kept) and not find_late_hook(module):
+            passed, changed, counters = _run_first(passes, (0, cuts[-1]) if is_whole else cuts)
+            kept: list[Any] = [passed.written, changed, list_changed(module, passed)]
+            if not any(kept) and not counters.have_advanced() and not find_late_hook(module):
                 own = flatten(passed)
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)
@@ -236,9 +233,11 @@ class RowIndependenceCheck:
         found = compare(result_of(high), result_of(-low), limit)
         return CheckResult(rows=cuts[-1], limit=limit) if found is None else None
 
+    def _is_narrow(self, passes: SlicedPasses) -> bool:
+        return self._parts.precision.is_narrow and passes.wide is None
+
     def _limit_of(self, passes: SlicedPasses, dtype: torch.dtype) -> float:
-        is_narrow = self._parts.precision.is_narrow and passes.wide is None
-        return ROWS.narrower if is_narrow else ROWS.of(dtype)
+        return ROWS.narrower if self._is_narrow(passes) else ROWS.of(dtype)
 
     def _compare(self, passes: SlicedPasses, every: Cuts, is_fixed: bool) -> CheckResult:
         """Compare all rows with those between cuts, or only with themselves if that `is_fixed`."""
@@ -248,13 +247,12 @@ class RowIndependenceCheck:
         whole, parts = pair.whole, pair.parts
         if whole.written and self._parts.strategy.mesh.shard != 1:
             return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
-        is_narrow = self._parts.precision.is_narrow and passes.wide is None
         limit = self._limit_of(passes, whole.dtype)
         found = compare(whole, parts, limit)
         if found is None and pair.changes:  # such as a cache that the first micro-batch fills
             parts = passes.run(cuts)
             found = compare(whole, parts, limit)
-        if found is not None and not is_narrow:
+        if found is not None and not self._is_narrow(passes):
             types = NarrowestDtype()
             passes.run((0, cuts[-1]), types=types)
             limit = max(limit, types.limit)
@@ -281,15 +279,12 @@ class RowIndependenceCheck:
         subject = passes.subject
         rows = (0, cuts[-1])
         with sandbox(keep_attributes(subject.module, subject.hooks)):
-            counters = Counters(subject.module, subject.hooks)
-            snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
-            whole = passes.run(rows, keeps_state=True)
-            changes = bool(snapshot.changed(state_of(subject.module, subject.hooks)))
+            whole, changed, counters = _run_first(passes, rows)
             run = partial(passes.run, rows, keeps_state=True)
             run_few = partial(passes.run, every[:2], keeps_state=True)
             limit = ROWS.of(whole.dtype)
             counted = counters.find(CounterPasses(whole, run, run_few, subject.rewinds, limit))
-            return Pair(whole, passes.run(cuts, keeps_state=True), changes, counted)
+            return Pair(whole, passes.run(cuts, keeps_state=True), bool(changed), counted)
 
     def _find_changes(
         self, passes: SlicedPasses, every: Cuts, is_fixed: bool, whole: PassResult, limit: float
@@ -311,6 +306,15 @@ class RowIndependenceCheck:
                 f"the parameter {name} {why}; change gradients in train_step, or clip"
             )
         return CheckResult(digests=whole.digest(), limit=max(limit, OF_RANKS))
+
+
+def _run_first(passes: SlicedPasses, cuts: Cuts) -> tuple[PassResult, Sequence[str], Counters]:
+    """Run rows, and keep the state that they leave; return what of it has changed, too."""
+    module, hooks = passes.subject.module, passes.subject.hooks
+    counters = Counters(module, hooks)
+    snapshot = AttributeSnapshot(state_of(module, hooks))
+    passed = passes.run(cuts, keeps_state=True)
+    return passed, snapshot.changed(state_of(module, hooks)), counters
 
 
 def _prepare_modes(subject: CheckedUpdate) -> None:

@@ -24,12 +24,15 @@ from trainer.errors import ConfigError
 from trainer.sandbox import is_large_frozen
 
 NOISE = 0.05  # of a weight
-REPEATED = 2**16 + 1  # elements of noise; a prime, so that as many rows of a matrix get others
+REPEATED = 2**16 + 1  # elements of noise: a prime, so that rows of a matrix differ, up to as many
 LARGE_BYTES = 2**27  # of a model, which takes half a second and more for a row on a CPU
 
 
 def is_large(model: nn.Module) -> bool:
-    """Return True if passes at the start have few rows. Lazy layers need all to find sizes."""
+    """Return True for a model of which passes at the start take few rows.
+
+    Lazy layers need all of them to find their sizes.
+    """
     every = [*model.parameters()]
     return not any(map(is_lazy, every)) and sum(p.nbytes for p in every) > LARGE_BYTES
 
