@@ -42,10 +42,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 train: $(VENV)/.installed ## train task=cifar on two ranks; ARGS="run.epochs=2 optim.lr=0.1" overrides, RANKS=1 changes the layout
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=cifar $(ARGS)
+	@$(BIN)/python -m trainer -n $(RANKS) task=cifar $(ARGS)
 
 text: $(VENV)/.installed ## train task=text on two ranks
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=text $(ARGS)
+	@$(BIN)/python -m trainer -n $(RANKS) task=text $(ARGS)
 
 test: setup ## the default tests, side by side: 6 minutes on two quiet cores
 	@$(BIN)/python scripts/run_tests.py $(ARGS)

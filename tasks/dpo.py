@@ -5,28 +5,24 @@ Its log-probabilities of all answers are computed once, before training: there i
 """
 
 import hashlib
-import os
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from trainer import ConfigError, limit
-from trainer.rng import seed_all
-from trainer.shards.cache import default_folder
-from trainer.tasks import chat, hf, lm
-from trainer.tasks.causal import LanguageModel
+from trainer import ConfigError, RunError, limit
+from trainer.hf import chat, loading
+from trainer.hf.causal import LanguageModel
+from trainer.hf.file_digests import digest_files
+from trainer.hf.reference import ReferenceValues, compute, seeded
+from trainer.tasks import lm
 
 ROWS = 4  # pairs of a forward pass of the reference
 NAMES = ("chosen", "rejected")
-SAMPLES = 64  # of a file of weights, of 64 KiB each
 
 
 @dataclass
@@ -42,12 +38,12 @@ class Options(lm.Options):
 class PairModel(LanguageModel):
     """A causal model that returns the log-probability of each answer, (rows, 2)."""
 
-    def forward(self, input_ids, position_ids=None, labels=None, past_key_values=None):
+    def forward(self, input_ids, position_ids=None, labels=None, past_key_values=None, counts=None):
         """Return logits as LanguageModel does, or with labels (rows, 2, tokens) the answers'."""
         if labels is None:
             return super().forward(input_ids, past_key_values=past_key_values)
         flat = (each.flatten(0, 1) for each in (input_ids, position_ids, labels))
-        return -super().forward(*flat).sum(1).view(labels.shape[:2])
+        return -super().forward(*flat, counts=counts).sum(1).view(labels.shape[:2])
 
     def pretrained_inputs(self, inputs):
         """Return what `.model` takes for the answers of the same pairs, two rows for each."""
@@ -85,68 +81,71 @@ class DPO(lm.LM):
             raise ConfigError(f"""{lm.CONTEXT}: task=dpo cannot divide the rows of pairs;
                 use strategy=fsdp with strategy.recompute=blocks for long answers""")
         super().prepare()
-        missing = [pairs for pairs in self._splits() if not self._place(pairs).is_file()]
+        missing = [pairs for pairs in self._splits() if self._values_of(pairs).read() is None]
         if missing:
-            with torch.random.fork_rng(devices=[]):
-                seed_all(self.config.run.seed)
+            with seeded(self.config.run.seed):
                 model = self.build_model().float().to(self.world.device).eval()
             for pairs in missing:
                 print(f"reference: the log-probabilities of {2 * len(pairs):,} answers")
-                write(self._place(pairs), self._measure(model, pairs))
+                self._values_of(pairs).write(self._measure(model, pairs))
 
     def _splits(self) -> list[Any]:
         splits = ("train", *self.config.eval.splits)
         return [self.chats.open(split) for split in splits]
 
-    def _place(self, pairs: chat.PairDataset) -> Path:
+    def _values_of(self, pairs: chat.PairDataset) -> ReferenceValues:
         """Return the file of the reference's log-probabilities, (pairs, 2)."""
-        made: list[Any] = [pairs.digest, transformers.__version__, self._reference]
-        if self.options.model:  # a sample of their bytes may miss a few
-            states = [path.stat() for path in find_weights(self.options.model)]
-            made += [(state.st_size, state.st_mtime_ns) for state in states]
-        name = hashlib.sha256(repr(made).encode()).hexdigest()[:40]
-        return default_folder().expanduser() / "reference" / f"{name}.npy"
+        return ReferenceValues((pairs.digest, self._reference), (len(pairs), 2))
 
     @cached_property
     def _reference(self) -> str:
-        """A digest of the model that training begins with, by samples of its files."""
+        """A digest of the model that training begins with: of the files whose weights are loaded,
+        and of what else decides its outputs."""
         options = self.options
         if options.model:
-            config = hf.load_config(options.model)
-            made = [hf.digest_config(config), str(config.dtype) if options.lora else ""]
-            made += [f"{path.name} {sample(path)}" for path in find_weights(options.model)]
+            config = loading.load_config(options.model)
+            made = [loading.digest_config(config), str(config.dtype) if options.lora else ""]
+            made.append(digest_files(loading.find_weights(options.model)))
         else:
             sizes = (options.width, options.layers, options.heads)
             made = [f"{self.config.run.seed} {sizes}"]
         return hashlib.sha256(repr(made).encode()).hexdigest()
 
-    @torch.no_grad()
     def _measure(self, model: PairModel, pairs: chat.PairDataset) -> np.ndarray:
-        found = []
         zero = {"reference": torch.zeros(2)}
-        for first in range(0, len(pairs), ROWS):
+
+        def inputs_of(first: int) -> Any:
             rows = [pairs[i] | zero for i in range(first, min(first + ROWS, len(pairs)))]
-            batch = {k: v.to(self.world.device) for k, v in self.collate(rows).items()}
-            found.append(model(**self.split_batch(batch)[0]).double().cpu())
-        return torch.cat(found).numpy()
+            return self.split_batch(self.collate(rows))[0]
+
+        inputs = map(inputs_of, range(0, len(pairs), ROWS))
+        return compute(model, inputs, self.world.device, f"times {ROWS} pairs")
 
     def build_dataset(self, split):
         pairs = self.open_rows(split)
-        return WithReference(pairs, np.load(self._place(pairs)), self._reference)
+        kept = self._values_of(pairs)
+        values = kept.read()
+        if values is None:
+            raise RunError(f"""{kept.path}: is not what `prepare` has written;
+                remove it and start again""")
+        return WithReference(pairs, values, self._reference)
 
     def collate(self, rows):
         """Return answers padded to `context`, (rows, 2, context), and references (rows, 2)."""
-        made = []
-        for row in rows:
-            pair = [{"tokens": row[n], "learned": row[f"{n}_learned"]} for n in NAMES]
-            made.append(super().collate(pair) | {"reference": row["reference"]})
-        return default_collate(made)
+        answers = [{"tokens": r[n], "learned": r[f"{n}_learned"]} for r in rows for n in NAMES]
+        flat = super().collate(answers)
+        counts = flat.pop("counts")
+        batch = {name: values.unflatten(0, (-1, 2)) for name, values in flat.items()}
+        references = torch.stack([row["reference"] for row in rows])
+        return batch | {"reference": references, "counts": counts}
 
     def split_batch(self, batch):
-        flat = {k: v.flatten(0, 1) for k, v in batch.items() if k != "reference"}
-        inputs, _ = super().split_batch(flat)
-        pairs = len(batch["reference"])
-        return {k: v.view(pairs, 2, -1) for k, v in inputs.items()}, batch["reference"]
+        whole = {name: batch[name] for name in ("reference", "counts")}
+        flat = {name: each.flatten(0, 1) for name, each in batch.items() if name not in whole}
+        inputs, _ = super().split_batch(flat | whole)
+        counts = inputs.pop("counts")
+        pairs = {name: each.unflatten(0, (-1, 2)) for name, each in inputs.items()}
+        return pairs | {"counts": counts}, batch["reference"]
 
     def loss(self, outputs, reference):
         return -F.logsigmoid(self.options.beta * self._margin(outputs, reference))
@@ -162,27 +161,3 @@ class DPO(lm.LM):
         """Return by how much more the model prefers the chosen answer than the reference does."""
         gained = outputs - reference.to(outputs.dtype)
         return gained[:, 0] - gained[:, 1]
-
-
-def find_weights(name: str) -> list[Path]:
-    return sorted(hf.find(name).folder.glob("*.safetensors"))
-
-
-def sample(path: Path) -> str:
-    """Return a digest of a file's size and of some of its bytes, which weights that have been
-    trained do not share."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(size * number // SAMPLES)
-            digest.update(file.read(2**16))
-    return digest.hexdigest()
-
-
-def write(path: Path, values: np.ndarray) -> None:
-    """Write an array beside, then rename it: another process may write the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        np.save(file, values)
-    os.replace(file.name, path)

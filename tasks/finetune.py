@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from trainer import Trainer, limit
-from trainer.tasks import hf
-from trainer.tasks.text import cut
+from trainer.hf import loading, task_exports
+from trainer.hf.library import cut
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "multiprocessing", "unittest", "urllib", "xml")
 EVAL_EVERY = 5  # every fifth file of a package is held out
@@ -55,16 +55,19 @@ class Finetune(Trainer):
     labels = PACKAGES
 
     def prepare(self):
-        hf.fetch(self.options.model)
+        loading.fetch(self.options.model)
 
     @cached_property
     def tokenizer(self):
         options = self.options
         if options.model is None:
-            return build_tokenizer(self.read_texts("train")[0], options.words)
-        tokenizer = hf.load_tokenizer(options.model)
+            tokenizer = build_tokenizer(self.read_texts("train")[0], options.words)
+        else:
+            tokenizer = loading.load_tokenizer(options.model)
         if tokenizer.pad_token_id is None:  # as of a language model
             tokenizer.pad_token = tokenizer.eos_token
+        # an export's pipeline truncates there too
+        tokenizer.model_max_length = min(tokenizer.model_max_length, options.context)
         return tokenizer
 
     def read_texts(self, split: str) -> tuple[list[str], list[int]]:
@@ -91,15 +94,14 @@ class Finetune(Trainer):
         model = self.build_new() if options.model is None else self.load(options.model)
         if options.lora is None:
             return model
-        return hf.adapt(model, options.lora, options.targets)
+        return loading.adapt(model, options.lora, options.targets)
 
     def load(self, name):
-        model = hf.load_model(
+        model = loading.load_model(
             "AutoModelForSequenceClassification",
             name,
             say=partial(print, file=sys.stderr) if self.world.rank == 0 else None,
-            id2label=dict(enumerate(self.labels)),
-            ignore_mismatched_sizes=True,
+            **task_exports.named_classes(self.labels),
         )
         model.config.pad_token_id = self.tokenizer.pad_token_id
         return model
@@ -107,7 +109,7 @@ class Finetune(Trainer):
     def build_new(self):
         options = self.options
         config = BertConfig(
-            id2label=dict(enumerate(self.labels)),
+            **task_exports.named_classes(self.labels),
             vocab_size=len(self.tokenizer),
             pad_token_id=self.tokenizer.pad_token_id,
             max_position_embeddings=options.context,
@@ -120,8 +122,13 @@ class Finetune(Trainer):
         )
         return BertForSequenceClassification(config)
 
+    def pipeline_calls(self):
+        """Return what an export must answer as the run does: it is compared with that."""
+        texts, _ = self.read_texts("eval")
+        return task_exports.text_classification(self.tokenizer, texts[:2])
+
     def blocks(self, model):
-        return hf.blocks_of(model)
+        return loading.blocks_of(model)
 
     def tensor_plan(self):
         return "auto"

@@ -3,7 +3,6 @@
 Without `task.options.data` it draws circles, squares and triangles: nothing is downloaded.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,14 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import ConfigError, Trainer, limit
-from trainer.tasks import hf
-from trainer.tasks.pictures import SHAPES, ImageFolder, crop, draw_shapes, of_torchvision
-from trainer.tasks.timm_models import import_timm, is_of_timm, load_timm, repository_of_timm
+from trainer import ConfigError, ResidentDataset, Trainer, limit
+from trainer.hf import loading, task_exports
+from trainer.hf.pictures import (
+    BILINEAR,
+    MEAN,
+    SHAPES,
+    STD,
+    ImageFolder,
+    crop,
+    draw_shapes,
+    of_torchvision,
+)
+from trainer.hf.processors import Processed, find_values, load_processor
+from trainer.hf.timm_models import import_timm, is_of_timm, load_timm, repository_of_timm
 
 EVAL_FOLDERS = ("val", "eval", "test")
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet, unless the model comes with its own
-STD = (0.229, 0.224, 0.225)
 
 
 @dataclass
@@ -48,7 +55,8 @@ class Images(Trainer):
 
     def prepare(self):
         name = self.options.model
-        hf.fetch(repository_of_timm(name) if is_of_timm(name) else name, beside=["config.json"])
+        source = repository_of_timm(name) if is_of_timm(name) else name
+        loading.fetch(source, beside=["config.json"])
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -74,20 +82,60 @@ class Images(Trainer):
     def build_dataset(self, split):
         if split not in ("train", "eval"):
             raise ValueError("there are train and eval")
-        size = self.options.size
+        is_train = split == "train"
         if self.options.data is None:
-            return draw_shapes(self.options.shapes, size, is_train=split == "train")
-        return ImageFolder(self.folder(split), self.classes, self.build_transform(split == "train"))
+            drawn = draw_shapes(self.options.shapes, self.options.size, is_train)
+            return drawn if is_train or self.processor is None else self.process(drawn)
+        return ImageFolder(self.folder(split), self.classes, self.build_transform(is_train))
 
     def build_transform(self, is_train: bool) -> Any:
-        """Return a function of a picture of PIL that returns a tensor uint8 (3, size, size)."""
+        """Return a function of a picture of PIL that returns a tensor uint8 (3, size, size).
+
+        Of a model of transformers, evaluation has what its processor makes: float32, and final.
+        """
         size, kind = self.options.size, self.options.transforms
-        if kind != "own" and (found := of_torchvision(size, is_train)):
+        if self.processor is not None and not is_train:
+            return Processed(self.processor)
+        resample = getattr(self.processor, "resample", None)
+        resample = int(resample) if isinstance(resample, int) else BILINEAR
+        if kind != "own" and (found := of_torchvision(size, is_train, resample)):
             return found
         if kind == "torchvision":
             raise ConfigError("""task.options.transforms=torchvision: is not installed;
                 pip install torchvision, or give task.options.transforms=own""")
-        return partial(crop, size=size, is_train=is_train)
+        return partial(crop, size=size, is_train=is_train, resample=resample)
+
+    def process(self, drawn: ResidentDataset) -> ResidentDataset:
+        """Return drawn pictures as the model's processor makes them."""
+        from PIL import Image
+
+        images, labels = drawn.tensors
+        prepare = Processed(self.processor)
+        pictures = (Image.fromarray(each.numpy()) for each in images.permute(0, 2, 3, 1))
+        return ResidentDataset(torch.stack([*map(prepare, pictures)]), labels, source=drawn.source)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of a model of transformers, at the run's size; None for other models."""
+        name = self.options.model
+        is_other = name is None or is_of_timm(name)
+        return None if is_other else load_processor(name, self.options.size)
+
+    def pipeline_calls(self):
+        """Return what an export must answer as the run does: it is compared with that."""
+        if self.processor is None:  # and nothing that can be exported
+            return []
+        if self.options.data is None:
+            drawn = draw_shapes(self.options.shapes, self.options.size, is_train=False).tensors[0]
+            pictures = [drawn[row].permute(1, 2, 0).contiguous() for row in (0, -1)]
+            rows = self.build_dataset("eval").tensors[0][[0, -1]]
+        else:
+            folder = self.folder("eval" if self.config.eval.splits else "train")
+            dataset = ImageFolder(folder, self.classes, self.build_transform(is_train=False))
+            pictures = [str(dataset.files[row][0].absolute()) for row in (0, -1)]
+            rows = torch.stack([dataset[row][0] for row in (0, -1)])
+        pixels, _ = self.augment(rows, None, None, train=False)
+        return task_exports.image_classification(pictures, pixels)
 
     def build_model(self):
         options = self.options
@@ -96,40 +144,41 @@ class Images(Trainer):
         elif is_of_timm(options.model):
             model = load_timm(options.model, len(self.classes))
         else:
-            model = hf.load_model(
+            model = loading.load_model(
                 "AutoModelForImageClassification",
                 options.model,
                 say=partial(print, file=sys.stderr) if self.world.rank == 0 else None,
-                id2label=dict(enumerate(self.classes)),
-                ignore_mismatched_sizes=True,
+                **task_exports.named_classes(self.classes),
             )
         if options.lora is None:
             return model
-        return hf.adapt(model, options.lora, options.targets)
+        return loading.adapt(model, options.lora, options.targets)
 
     def blocks(self, model):
-        return hf.blocks_of(model)
+        return loading.blocks_of(model)
 
     def tensor_plan(self):
         return "auto"
 
     @cached_property
-    def pixels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of each channel that the model was trained with."""
+    def scaling(self) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """The channels that the model takes, in order, and their factors and what is added."""
+        if self.processor is not None:
+            return find_values(self.processor)
         mean, std = MEAN, STD
-        name = self.options.model
-        if is_of_timm(name):
-            config = import_timm().get_pretrained_cfg(name)
+        if self.options.model is not None:
+            config = import_timm().get_pretrained_cfg(self.options.model)
             mean, std = (config.mean, config.std) if config else (mean, std)
-        elif name is not None:
-            file = hf.find(name).folder / "preprocessor_config.json"
-            content = json.loads(file.read_bytes()) if file.is_file() else {}
-            mean, std = content.get("image_mean", mean), content.get("image_std", std)
-        return torch.tensor(mean).view(3, 1, 1) * 255, torch.tensor(std).view(3, 1, 1) * 255
+        factors = 1 / (torch.tensor(std).view(3, 1, 1) * 255)
+        return [0, 1, 2], factors, -torch.tensor(mean).view(3, 1, 1) * 255 * factors
 
     def augment(self, inputs, targets, random, train):
-        mean, std = (part.to(inputs.device) for part in self.pixels)
-        return (inputs - mean) / std, targets
+        if inputs.is_floating_point():  # as the processor has made them
+            return inputs, targets
+        order, factors, added = self.scaling
+        if order != [0, 1, 2]:
+            inputs = inputs[:, order]
+        return inputs * factors.to(inputs.device) + added.to(inputs.device), targets
 
     def loss(self, outputs, targets):
         return F.cross_entropy(logits_of(outputs), targets, reduction="none")

@@ -6,6 +6,7 @@ hub, a folder or a GGUF file; `task.options.lora` trains adapters of it.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -18,11 +19,19 @@ from torch.utils.data import default_collate
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer import ConfigError, PackedDataset, Trainer, limit
-from trainer.strategy.mesh import Mesh
-from trainer.tasks import chat, hf
-from trainer.tasks.causal import IGNORED, LanguageModel, answer, check_parts, count_bytes
-from trainer.tasks.lora import ALL_LINEAR
-from trainer.tasks.probe import check_rows, check_tokens
+from trainer.hf import chat, loading, task_exports
+from trainer.hf.causal import (
+    IGNORED,
+    LanguageModel,
+    RowCounts,
+    answer,
+    check_parts,
+    count_bytes,
+    divides_positions,
+)
+from trainer.hf.chat.pipeline_calls import call_pipeline
+from trainer.hf.lora import ALL_LINEAR
+from trainer.hf.probe import check_rows, check_tokens
 
 PACKING = "task.options.packing"
 CONTEXT = "strategy.mesh.context"
@@ -71,7 +80,7 @@ class LM(Trainer):
     @cached_property
     def tokenizer(self) -> Any:
         name = self.options.model
-        return hf.load_tokenizer(name) if name else build_tokenizer()
+        return loading.load_tokenizer(name) if name else build_tokenizer()
 
     @property
     def chats(self) -> chat.Chats:
@@ -82,10 +91,10 @@ class LM(Trainer):
     @property
     def divides_rows(self) -> bool:
         """True if ranks have parts of each row, as with strategy=cp."""
-        return Mesh.of(self.config.strategy.mesh, self.world).context > 1
+        return divides_positions(self.config, self.world)
 
     def prepare(self):
-        hf.fetch(self.options.model)
+        loading.fetch(self.options.model)
         self.chats.prepare()
         if self.options.model:
             check_tokens(self.options.model, self.tokenizer, self.chats.open("train"))
@@ -107,24 +116,26 @@ class LM(Trainer):
         return PackedDataset(data, data.lengths, self.options.context, {"tokens": pad})
 
     def collate(self, rows):
-        if self.options.packing:
-            return default_collate(rows)
-        size = self.options.context
-        rows = [row | {"positions": torch.arange(len(row["tokens"]))} for row in rows]
-        rows = [row | {"segments": torch.ones_like(row["tokens"])} for row in rows]
-        padded = [{k: F.pad(v, (0, size - len(v))) for k, v in row.items()} for row in rows]
-        return default_collate(padded)
+        """Return rows of one length, and what the host has to know of them."""
+        if not self.options.packing:
+            size = self.options.context
+            rows = [row | {"positions": torch.arange(len(row["tokens"]))} for row in rows]
+            rows = [row | {"segments": torch.ones_like(row["tokens"])} for row in rows]
+            rows = [{k: F.pad(v, (0, size - len(v))) for k, v in row.items()} for row in rows]
+        batch = default_collate(rows)
+        return batch | {"counts": RowCounts.of(follows(batch), batch["positions"])}
 
     def split_batch(self, batch):
         """Return inputs, all (rows, context), and labels: the next tokens of the same sequence."""
         segments = batch["segments"]
-        follows = (segments[:, 1:] == segments[:, :-1]) & batch["learned"][:, 1:]
-        labels = batch["tokens"][:, 1:].masked_fill(~follows, IGNORED)
+        labels = batch["tokens"][:, 1:].masked_fill(~follows(batch), IGNORED)
         labels = F.pad(labels, (0, 1), value=IGNORED)
         inputs = {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
         if self.divides_rows:
             inputs["places"] = torch.arange(segments.shape[1]).expand_as(segments)
             inputs["segments"] = segments[:, None]  # for each rank as a whole
+        else:
+            inputs["counts"] = batch.get("counts")
         return inputs | {"labels": labels}, labels
 
     def build_model(self):
@@ -132,9 +143,10 @@ class LM(Trainer):
         self.sizes = torch.tensor(count_bytes(self.tokenizer))
         if options.model:
             dtype = "auto" if options.lora else torch.float32  # what trains has 32 bits
-            inner = hf.load_model("AutoModelForCausalLM", options.model, dtype=dtype)
+            inner = loading.load_model("AutoModelForCausalLM", options.model, dtype=dtype)
         else:
             inner = build_llama(options, self.tokenizer)
+        task_exports.end_answers(inner, self.chats.open("train").stop)
         if options.lora:
             inner = self.adapt(inner)
         model = self.wrapper(inner)
@@ -145,10 +157,14 @@ class LM(Trainer):
 
     def adapt(self, model):
         """Return the model with adapters."""
-        return hf.adapt(model, self.options.lora, self.options.targets)
+        return loading.adapt(model, self.options.lora, self.options.targets)
+
+    def pipeline_calls(self):
+        """Return what an export must answer as the run does: it is compared with that."""
+        return call_pipeline(self.tokenizer, self.chats.open("train").stop)
 
     def blocks(self, model):
-        return hf.blocks_of(model)
+        return loading.blocks_of(model)
 
     def tensor_plan(self):
         return "auto"
@@ -180,6 +196,12 @@ class LM(Trainer):
             texts = [self.tokenizer.decode(tokens) for tokens in (prompt, written)]
             found[f"answer {number + 1}"] = f"{texts[0]}[[{texts[1]}]]"
         return found
+
+
+def follows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return which tokens but the first are learned from the one before, (rows, context - 1)."""
+    segments = batch["segments"]
+    return (segments[:, 1:] == segments[:, :-1]) & batch["learned"][:, 1:]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,13 +3,8 @@
 Sequences consist of whole lines, so their lengths differ: a loss weight per byte masks the padding.
 """
 
-import hashlib
 import math
-import os
-import sysconfig
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -17,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, Trainer, limit
+from trainer.hf.library import cut, read_library
 
 NEWLINE = 10
 TEMPERATURE = 0.6  # of a text that the model writes
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 EVAL_EVERY = 20  # every twentieth file is held out
 
 
@@ -111,33 +106,6 @@ class Text(Trainer):
             lines = [line for line in text.splitlines() if line.strip()]
             print("a text that it writes:", *lines, sep="\n    ")
         return summary
-
-
-@cache
-def read_library(count: int) -> tuple[list[bytes], str]:
-    """Return the first `count` files of the standard library by path, and their joint SHA-256."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = {*folders} - LEFT_OUT
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    texts = [path.read_bytes() for path in sorted(paths, key=Path.as_posix)[:count]]
-    return texts, hashlib.sha256(b"".join(texts)).hexdigest()
-
-
-def cut(text: bytes, context: int) -> list[bytes]:
-    """Join whole lines to sequences of at most `context` bytes; break longer lines."""
-    pieces = [
-        line[i : i + context]
-        for line in text.splitlines(True)
-        for i in range(0, len(line), context)
-    ]
-    sequences = [b""]
-    for piece in pieces:
-        if len(sequences[-1]) + len(piece) > context:
-            sequences.append(b"")
-        sequences[-1] += piece
-    return [sequence for sequence in sequences if sequence]
 
 
 @torch.no_grad()

@@ -33,12 +33,14 @@ from harness.huge_pages import use_huge_pages
 from harness.launch import OF_SCRIPTS, SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch, wait_for
 
+from trainer.core.distributed import signals
+
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
 harness.warm_up()
 sys.path += [str(SCRIPTS), *(str(SCRIPTS / folder) for folder in OF_SCRIPTS)]
 LONGEST_S = 5.0  # limit of a default test, on an idle machine
-FAILS_AT = 4.0  # times the limit, in CI: a test took up to 3 times as long on a machine in use
+FAILS_AT = 6.0  # times the limit, in CI: a test with Ray took 3 times as long beside two others
 END_S = 10.0  # processes of a test must end within this time after it
 LIVE_LONGER = ("munged", "slurmctld", "slurmd", "slurmstepd")  # they run as long as their module
 PR_SET_CHILD_SUBREAPER = 36
@@ -75,6 +77,7 @@ def leaves_nothing_behind():
     children = set(children_of(os.getpid()))
     yield
     assert not dist.is_initialized()
+    assert not signals._early, "signals are caught to the end of this process: use a child"
     assert torch.get_num_threads() == 1, "a fit in this process: use on_ranks(1, ...)"
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # set by torch's compiler

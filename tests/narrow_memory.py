@@ -10,7 +10,7 @@ from mesh_gpt import Meshed
 from tiny import Begun, Tiny
 from torch import nn
 
-from trainer.distributed.rendezvous import GUEST
+from trainer.core.distributed.rendezvous import GUEST
 
 ROOM = "ROOM"  # environment variable: rows that fit, by rank
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer
-from trainer.loop import reload
-from trainer.process import child
+from trainer.core.process import child
+from trainer.hf import reload
 
 WORDS = 64
 TOKENS = 12
@@ -177,7 +177,7 @@ def fork_reloads() -> None:
     real = child.start
 
     def begin(words, **options):
-        if "trainer.loop.reload" not in words:
+        if "trainer.hf.reload" not in words:
             return real(words, **options)
         if pid := os.fork():
             return Process(pid)

@@ -1,51 +1,51 @@
 """Lockstep: one run, any layout. What a task may import; torch is loaded when it is needed."""
 
-from trainer import process  # noqa: F401  # before any other import
+from trainer.core import process  # noqa: F401  # before any other import
 
 # isort: split
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.process import uncollected
+from trainer.core.errors import CheckpointError, ConfigError, RunError
+from trainer.core.process import uncollected
 
 # Torch reads it when it is loaded. At WARNING a rank whose store dies prints 20 lines of C++ frames
 # before our line, which says the same.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
-    from trainer.checkpoints.run_directory import read_run
-    from trainer.config.compose import load_config
-    from trainer.config.schema import Config
-    from trainer.config.typed import limit
-    from trainer.data.packing import PackedDataset
-    from trainer.data.resident import ResidentDataset
-    from trainer.data.sampling.mixture import ClassBalanced, Mixture, Weighted
-    from trainer.distributed.world import World
-    from trainer.record.trackers import Observer
-    from trainer.rng.philox import Random
+    from trainer.core.checkpoints.run_directory import read_run
+    from trainer.core.config.compose import load_config
+    from trainer.core.config.schema import Config
+    from trainer.core.config.typed import limit
+    from trainer.core.data.packing import PackedDataset
+    from trainer.core.data.resident import ResidentDataset
+    from trainer.core.data.sampling.mixture import ClassBalanced, Mixture, Weighted
+    from trainer.core.distributed.world import World
+    from trainer.core.record.trackers import Observer
+    from trainer.core.rng.philox import Random
+    from trainer.core.task import Split
+    from trainer.core.trainer import Summary, Trainer
     from trainer.shards.dataset import ShardedDataset
-    from trainer.task import Split
-    from trainer.trainer import Summary, Trainer
 
 _HOMES = {
-    "ClassBalanced": "trainer.data.sampling.mixture",
-    "Config": "trainer.config.schema",
-    "Mixture": "trainer.data.sampling.mixture",
-    "Observer": "trainer.record.trackers",
-    "PackedDataset": "trainer.data.packing",
-    "Random": "trainer.rng.philox",
-    "ResidentDataset": "trainer.data.resident",
+    "ClassBalanced": "trainer.core.data.sampling.mixture",
+    "Config": "trainer.core.config.schema",
+    "Mixture": "trainer.core.data.sampling.mixture",
+    "Observer": "trainer.core.record.trackers",
+    "PackedDataset": "trainer.core.data.packing",
+    "Random": "trainer.core.rng.philox",
+    "ResidentDataset": "trainer.core.data.resident",
     "ShardedDataset": "trainer.shards.dataset",
-    "Split": "trainer.task",
-    "Summary": "trainer.trainer",
-    "Trainer": "trainer.trainer",
-    "Weighted": "trainer.data.sampling.mixture",
-    "World": "trainer.distributed.world",
-    "limit": "trainer.config.typed",
-    "load_config": "trainer.config.compose",
-    "read_run": "trainer.checkpoints.run_directory",
+    "Split": "trainer.core.task",
+    "Summary": "trainer.core.trainer",
+    "Trainer": "trainer.core.trainer",
+    "Weighted": "trainer.core.data.sampling.mixture",
+    "World": "trainer.core.distributed.world",
+    "limit": "trainer.core.config.typed",
+    "load_config": "trainer.core.config.compose",
+    "read_run": "trainer.core.checkpoints.run_directory",
 }
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import inspect
 import json
 import multiprocessing
@@ -17,23 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config import bucket
-from trainer.config.bucket_copies import copy_of, remove_copies, with_addresses
-from trainer.config.rules import check_path
-from trainer.config.schema import Config
-from trainer.config.targets import resolve
-from trainer.config.typed import suggest
-from trainer.config.working_folder import find_options, read_settings
-from trainer.distributed import launchers
-from trainer.distributed.launchers import CODES, ERROR_FILE, find_launcher, record_failure
-from trainer.distributed.signals import (
+from trainer.core.config.copies import copy_of, remove_copies, with_addresses
+from trainer.core.config.rules import check_path
+from trainer.core.config.schema import Config
+from trainer.core.config.stores import address_problem, is_address
+from trainer.core.config.targets import masked, resolve
+from trainer.core.config.typed import suggest
+from trainer.core.config.working_folder import find_options, read_settings
+from trainer.core.distributed import launchers
+from trainer.core.distributed.launchers import CODES, ERROR_FILE, find_launcher, record_failure
+from trainer.core.distributed.signals import (
     CODE_OF_INTERRUPT,
     INTERRUPTED,
     leave_pid_1,
     let_go,
 )
-from trainer.distributed.watch.watcher import LOST
-from trainer.errors import (
+from trainer.core.distributed.watch.watcher import LOST
+from trainer.core.errors import (
     ConfigError,
     RunError,
     message_of,
@@ -41,9 +42,9 @@ from trainer.errors import (
     shortened,
     visible,
 )
-from trainer.process import uncollected
-from trainer.process.streams import SoleDocument, outlive_terminal
-from trainer.process.tracebacks import (
+from trainer.core.process import uncollected
+from trainer.core.process.streams import SoleDocument, outlive_terminal
+from trainer.core.process.tracebacks import (
     describe_cause,
     find_failure,
     format_traceback,
@@ -58,12 +59,13 @@ JSON_HELP = f"""
 {JSON} prints one JSON object: exit code, result in one word and details, or exit code and error.
 Everything else then goes to standard error."""
 SWEEP_FLAGS = ("-m", "--multirun")
-QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
+QUESTIONS = ("-c", "--cfg", "-i", "--info")
 HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
 
 # Seconds that a rank other than 0 waits before it prints an error and exits: torchrun kills all
 # ranks at the first exit, so rank 0 might not print its line.
 WAIT_S = 3.0
+MOST_OF_A_NAME = 200  # characters of a path in an error
 SOON_S = 0.9  # after the rendezvous began: ranks then fail together
 _documents: list[SoleDocument] = []  # of this process, with --json
 
@@ -94,7 +96,8 @@ def run(
             code = verb([word for word in arguments if word != JSON])
         else:
             code = verb(arguments)
-    except BaseException as error:
+    except BaseException as failure:
+        error = _of_a_path(failure) or failure
         outlive_terminal()  # again: the task may have replaced the streams
         line = _summarize(error)
         record_failure(visible(line), line.startswith(LOST))
@@ -130,11 +133,26 @@ def _write_document(content: Mapping[str, Any]) -> None:
         _documents[-1].write(json.dumps(plain) + "\n")
 
 
+def _of_a_path(error: BaseException) -> ConfigError | None:
+    """Return the error of one line for a path that no file system can have, None for others.
+
+    Options of tasks and arguments of verbs are opened in many places, and any of them may be one.
+    """
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        name = shortened(os.fsdecode(error.filename or ""), MOST_OF_A_NAME)
+        return ConfigError(f"{name}: {error.strerror}; give another path")
+    if type(error) is ValueError and "embedded null" in message_of(error):
+        return ConfigError(f"""a path has a NUL character: {message_of(error)}
+            ({place_of(error)}); give another path""")
+    return None
+
+
 def _summarize(error: BaseException) -> str:
     """Return an error in one line."""
-    if isinstance(error, (ConfigError, RunError)):
-        return launchers.as_started(message_of(error))
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else describe_cause(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    is_line = isinstance(error, (ConfigError, RunError))
+    return _own_words(message_of(error) if is_line else describe_cause(error))
 
 
 def _report(error: BaseException) -> int:
@@ -162,7 +180,7 @@ def _print_frames(error: BaseException) -> None:
         return
     size = _count_ranks()
     where = f"error on rank {_find_rank()}:\n" if size > 1 else ""
-    print(where + show(error), file=sys.stderr, flush=True)
+    print(where + masked(show(error), sys.argv[1:]), file=sys.stderr, flush=True)
     if failure and (alike := failure.count()) > 1:
         print(f"the same on {alike} of {size} ranks", file=sys.stderr, flush=True)
 
@@ -217,8 +235,13 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    line = with_addresses(launchers.as_started(f"error: {who}{message_of(error)}"))
+    line = _own_words(f"error: {who}{message_of(error)}")
     print(visible(shortened(line)), file=sys.stderr, flush=True)
+
+
+def _own_words(line: str) -> str:
+    """Return a line with the command and the places that the user gave, without secrets."""
+    return masked(with_addresses(launchers.as_started(line)), sys.argv[1:])
 
 
 def _patience() -> float:
@@ -229,7 +252,7 @@ def _patience() -> float:
     """
     if find_launcher().name == "hand":
         return 0.0
-    rendezvous = sys.modules.get("trainer.distributed.rendezvous")
+    rendezvous = sys.modules.get("trainer.core.distributed.rendezvous")
     return SOON_S if getattr(rendezvous, "num_meetings", 0) else WAIT_S
 
 
@@ -313,10 +336,10 @@ def single(words: Sequence[str], advice: str) -> str:
 
 
 def local(place: str) -> str:
-    """Return a run directory, or a copy of a run in a bucket, which this process removes."""
-    if not bucket.is_address(place):
+    """Return a run directory, or a copy of a run in a store, which this process removes."""
+    if not is_address(place):
         return place
-    if problem := bucket.address_problem(place):
+    if problem := address_problem(place):
         raise ConfigError(f"{place}: {problem}; give another place")
     return str(copy_of(place))
 
@@ -368,7 +391,7 @@ def load_task(config: Config) -> Any:
     name = config.task.trainer
     if "." not in name:
         raise ConfigError(f"task.trainer={name}: must be <module>.<class>")
-    from trainer.trainer import Trainer  # first: it calls resolve_vector_functions
+    from trainer.core.trainer import Trainer  # first: it calls resolve_vector_functions
 
     task = resolve(name, "task.trainer", config.packages)
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:

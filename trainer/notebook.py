@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli import run, single
-from trainer.distributed.launchers import MARK
-from trainer.distributed.signals import catch_early
-from trainer.setup.notebook_launch import read_task, write_summary
+from trainer.core.distributed.launchers import MARK
+from trainer.core.distributed.signals import catch_early
+from trainer.core.setup.notebook_launch import read_task, write_summary
 
 HELP = """usage: python -m trainer.notebook FILE
 
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(single(arguments, f"trainer.notebook: {USAGE}"))
     own, config = read_task(path)
     if MARK not in os.environ:
-        from trainer.distributed.launch import launch
+        from trainer.core.distributed.launch import launch
 
-        return launch(config.launch, arguments, "notebook")
+        return launch(config.launch, arguments, config.checkpoint.copy_s, "notebook")
     task = own(config)
     summary = task.fit()
     if task.world.rank == 0:

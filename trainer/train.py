@@ -16,13 +16,14 @@ from trainer.cli import (
     split_arguments,
     starter,
 )
-from trainer.config.compose import load_config
-from trainer.config.schema import Config
-from trainer.config.working_folder import find_options
-from trainer.distributed.launchers import MARK, find_launcher
-from trainer.distributed.signals import catch_early
-from trainer.errors import ConfigError, visible
-from trainer.setup import check_soon
+from trainer.core.config.compose import load_config
+from trainer.core.config.schema import Config
+from trainer.core.config.working_folder import find_options
+from trainer.core.distributed.launchers import MARK, find_launcher
+from trainer.core.distributed.signals import catch_early
+from trainer.core.errors import ConfigError, visible
+from trainer.core.extensions import LAUNCHERS, QUESTIONS
+from trainer.core.setup import check_soon
 from trainer.verbs import STRATEGIES, VERBS, list_verbs, no_verb
 
 HELP = """usage: lockstep VERB [key=value ...] [--flag ...]     or: python -m trainer.VERB ...
@@ -77,9 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         others = shlex.join(word for word in arguments if word.split("=")[0] not in SWEEP_FLAGS)
         raise ConfigError(f"{flags[0]}: use sweep: python -m trainer.sweep {others}")
     if flags:
-        from trainer.sweep.__main__ import answer_questions
-
-        return answer_questions(arguments)
+        answered: int = QUESTIONS.load().answer_questions(arguments)
+        return answered
     catch_early()
     arguments = _ask_for_ranks(arguments)
     overrides, config_dirs = split_arguments(arguments, own=(RANKS, "--cfg", "--info"))
@@ -89,11 +89,12 @@ def main(arguments: Sequence[str]) -> int:
     if config.launch.name == "inline" or MARK in os.environ or (starter() and not is_asked):
         return train(config)
     check_alone(f"launch={config.launch.name}", "leave it out")
-    if config.launch.name == "ray":
-        from trainer.distributed.ray_ranks import launch
-    else:
-        from trainer.distributed.launch import launch
-    return launch(config.launch, arguments)
+    if config.launch.name in LAUNCHERS:
+        code: int = LAUNCHERS[config.launch.name].load().launch(config, arguments)
+        return code
+    from trainer.core.distributed.launch import launch
+
+    return launch(config.launch, arguments, config.checkpoint.copy_s)
 
 
 def _ask_for_ranks(arguments: Sequence[str]) -> list[str]:

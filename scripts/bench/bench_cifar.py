@@ -88,7 +88,7 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
     import torch.nn.functional as F
 
     from trainer.tasks.cifar import Muon, Net, normalize
-    from trainer.tasks.cifar10 import load
+    from trainer.tasks.data.cifar10 import load
 
     torch.manual_seed(given.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

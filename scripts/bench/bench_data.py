@@ -125,11 +125,11 @@ def read_lockstep(folder: Path, cache: Path, workers: int, middle: bool) -> dict
     from torch.utils.data import default_collate
 
     from trainer import ShardedDataset
-    from trainer.config.compose import load_config
-    from trainer.data.batches import Batches
-    from trainer.data.order import BatchSplit
-    from trainer.distributed.watch.heartbeat import Heartbeat
-    from trainer.distributed.world import World
+    from trainer.core.config.compose import load_config
+    from trainer.core.data.batches import Batches
+    from trainer.core.data.order import BatchSplit
+    from trainer.core.distributed.watch.heartbeat import Heartbeat
+    from trainer.core.distributed.world import World
 
     words = [f"data.workers={workers}", f"data.global_batch={BATCH}", "data.timeout_s=0"]
     config = load_config(["task=text", *words])
@@ -336,8 +336,8 @@ def show(found: dict[str, dict[str, list[float]]]) -> None:
 
 def orders_of(num_shards: int, rows: int, batch: int) -> dict[str, torch.Tensor]:
     """Return an epoch of each shuffle."""
-    from trainer.data.sampling.shard_order import ShardShuffle
-    from trainer.rng.philox import Order
+    from trainer.core.data.sampling.shard_order import ShardShuffle
+    from trainer.core.rng.philox import Order
 
     size = num_shards * rows
     positions = torch.arange(size)

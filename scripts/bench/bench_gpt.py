@@ -71,7 +71,7 @@ def told_mfu(ms: float, parameters: float, given: argparse.Namespace) -> str:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from trainer.distributed.devices import find_known
+    from trainer.core.distributed.devices import find_known
 
     device = find_known(torch.cuda.get_device_name()) if given.device == "cuda" else None
     peak = device.peak("amp_bf16") if device is not None else None

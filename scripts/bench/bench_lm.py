@@ -80,7 +80,7 @@ class Problem:
         self._write_rows()
 
     def _find_model(self) -> str:
-        from trainer.tasks import hf
+        from trainer.hf import loading as hf
 
         name = self.given.model
         if name is None:
@@ -93,9 +93,9 @@ class Problem:
     def _write_rows(self) -> None:
         import torch
 
-        from trainer.data.sampling import Shuffle
-        from trainer.tasks import hf
-        from trainer.tasks.chat.rows import open_source
+        from trainer.core.data.sampling import Shuffle
+        from trainer.hf import loading as hf
+        from trainer.hf.chat.rows import open_source
 
         tokenizer = hf.load_tokenizer(self.model)
         rows = []

@@ -141,10 +141,10 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
     import torch.distributed as dist
 
     from trainer import load_config
-    from trainer.checkpoints.reading import read_on_all_ranks
-    from trainer.checkpoints.transaction import final_path
+    from trainer.core.checkpoints.reading import read_on_all_ranks
+    from trainer.core.checkpoints.transaction import final_path
+    from trainer.core.trainer import active_run
     from trainer.tasks.text import Text
-    from trainer.trainer import active_run
 
     meter = Meter()
     found: dict[str, float] = {}

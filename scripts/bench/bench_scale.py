@@ -40,16 +40,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from harness import free_port, on_ranks
 
 from trainer import World, load_config
-from trainer.data.eval_batches import ShardSampler
-from trainer.data.ledger import Ledger
-from trainer.data.order import BatchPlan
-from trainer.distributed import rendezvous
-from trainer.distributed.group import Group, process_group
-from trainer.distributed.watch.phases import name_ranks
-from trainer.engine.means import Means
-from trainer.loop.diagnosis import check_drift
-from trainer.strategy.mesh import Mesh
-from trainer.strategy.tensor_shards import Shard
+from trainer.core.data.eval_batches import ShardSampler
+from trainer.core.data.ledger import Ledger
+from trainer.core.data.order import BatchPlan
+from trainer.core.distributed import rendezvous
+from trainer.core.distributed.group import Group, process_group
+from trainer.core.distributed.watch.phases import name_ranks
+from trainer.core.engine.means import Means
+from trainer.core.loop.diagnosis import check_drift
+from trainer.core.strategy.mesh_sizes import Mesh
+from trainer.core.strategy.tensor_shards import Shard
 
 MOST = 1024  # ranks
 numbers = itertools.count()

@@ -26,8 +26,8 @@ CALLS, ROUNDS = 20_000, 15
 
 def cost(ranks: int) -> float:
     """Return the microseconds per step that the loop spends on heartbeat and stop flag."""
-    from trainer.distributed.signals import StopRequest
-    from trainer.distributed.watch.heartbeat import Heartbeat, Phase
+    from trainer.core.distributed.signals import StopRequest
+    from trainer.core.distributed.watch.heartbeat import Heartbeat, Phase
 
     page = os.memfd_create("bench")
     os.ftruncate(page, mmap.PAGESIZE)

@@ -32,9 +32,9 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from trainer.checkpoints.reading import open_content  # noqa: E402
-from trainer.checkpoints.transaction import load  # noqa: E402
-from trainer.strategy.tensor_shards import read_whole  # noqa: E402
+from trainer.core.checkpoints.reading import open_content  # noqa: E402
+from trainer.core.checkpoints.transaction import load  # noqa: E402
+from trainer.core.strategy.tensor_shards import read_whole  # noqa: E402
 
 USER_FILES = HERE / "compared"  # the tasks points and gan, and their config
 LIMIT_S = 300

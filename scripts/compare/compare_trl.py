@@ -61,7 +61,7 @@ class Problem:
         self._write_model()
 
     def _write_chats(self) -> None:
-        from trainer.tasks.chat.rows import open_source
+        from trainer.hf.chat.rows import open_source
 
         source = open_source(None, "task.options.data=null", 16, True)
         chats = [row["messages"] for _, row in source.read()]
@@ -72,7 +72,7 @@ class Problem:
         self.chats.with_name(EVAL).write_text(json.dumps(brief[FEW]) + "\n")
 
     def _write_model(self) -> None:
-        from trainer.rng import seed_all
+        from trainer.core.rng import seed_all
 
         task = self.task(self.chats, SIZES)
         seed_all(SEED)
@@ -104,7 +104,7 @@ class Problem:
         return str(place)
 
     def _order(self, size: int, steps: int, batch: int) -> list[int]:
-        from trainer.data.sampling import Shuffle
+        from trainer.core.data.sampling import Shuffle
 
         per_epoch = size // batch
         orders = Shuffle(size)

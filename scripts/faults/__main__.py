@@ -35,6 +35,7 @@ from faults import (  # noqa: E402
     machine,
     meshes,
     mirror,
+    mirrored_runs,
     numbers,
     parts,
     power,
@@ -78,12 +79,21 @@ ROWS = {
     **shards.ROWS,
     **caches.ROWS,
     **mirror.ROWS,
+    **mirrored_runs.ROWS,
     **resumes.ROWS,
 }
 
 
 # Rows that take some half a minute or more with --quick: of them --part runs one.
-LONG = ("ranks", "mesh_requeues", "mesh_restarts", "places", "groups", "restarts")
+LONG = (
+    "ranks",
+    "mesh_requeues",
+    "mesh_restarts",
+    "places",
+    "groups",
+    "restarts",
+    "mirrored_runs",
+)
 
 
 def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | None:

@@ -17,16 +17,19 @@ from random import Random
 from typing import Any
 
 from harness import CONF
+from harness.fences import open_fence
 from harness.s3 import Proxy, proxied, serving_s3
 
 from faults.common import Row, Shape, folder, random_of
 from trainer import load_config
-from trainer.checkpoints import fence, transaction
-from trainer.checkpoints.fence import open_fence
-from trainer.checkpoints.mirror import Mirror
-from trainer.config import bucket
-from trainer.config.bucket import Bucket, read_listing
-from trainer.config.bucket_copies import copy_of
+from trainer.core.checkpoints import transaction
+from trainer.core.config.copies import copy_of
+from trainer.core.config.stores import Events
+from trainer.core.distributed import owner
+from trainer.places import bucket, fence
+from trainer.places.bucket import Bucket
+from trainer.places.listing import read_listing
+from trainer.places.mirror import BucketMirror
 
 SHAPE = Shape(2, 2000)
 OTHER = Shape(3, 2000)  # of a zombie
@@ -124,11 +127,10 @@ class Session:
         told: list[Any] = []
         there = max(read_listing(Bucket(self.address)).checkpoints(), default=0)
         own = open_fence(self.address, there, there)
-        assert own is not None
         note: Callable[..., None] = lambda step, facts: told.append([step, facts])  # noqa: E731
         (self.place / "checkpoints").mkdir(parents=True, exist_ok=True)
         lose: Callable[[Exception], None] = lambda error: told.append(str(error))  # noqa: E731
-        mirror = Mirror(keep, own, self.place, told.append, note, lose)
+        mirror = BucketMirror(keep, own, self.place, Events(told.append, note, lose))
         for step in self.steps:
             self.shape.save(self.place / "checkpoints", step)
             (self.place / "config.json").write_text("{}")
@@ -273,7 +275,7 @@ class Zombie:
         session = Session(self.address, self.place / name, steps, shape)
 
         def body() -> Any:
-            fence._place = lambda: name
+            owner.machine_id = lambda: name  # type: ignore[assignment]
             fence.EXPIRY_S = 0.0
             return session.run()
 

@@ -149,8 +149,8 @@ def timed(place: str, every: str) -> None:
     """Run and measure in this process; the time of the extra torch.save is subtracted from its
     seconds."""
     from trainer import load_config
-    from trainer.checkpoints.saver import DiskSaver, Snapshot
-    from trainer.loop.run import Run
+    from trainer.core.checkpoints.saver import DiskSaver, Snapshot
+    from trainer.core.loop.run import Run
     from trainer.tasks.cifar import Cifar
 
     told: dict[str, Any] = {"stalls": [], "saves": []}

@@ -17,8 +17,8 @@ from harness.stored import opened_saver
 
 from faults.calls import calls_in, inject
 from faults.common import FACTS, Row, Shape, folder, random_of, traced, without_strace
-from trainer.checkpoints.saver import Snapshot
-from trainer.errors import RunError
+from trainer.core.checkpoints.saver import Snapshot
+from trainer.core.errors import RunError
 
 RANKS, OLD, NEW = 4, 1, 2
 ATTEMPTS = 3  # on a busy machine a rank that waits makes some calls more or fewer
@@ -84,11 +84,15 @@ def _points(base: Path, shape: Shape) -> Iterator[Point]:
     shutil.rmtree(first.root)
     for rank in range(RANKS):
         log = base / "log"
-        save = Save(shape, base / f"counted-{rank}")
-        assert save.run(rank, [], str(log)) == (0, "")
-        shutil.rmtree(save.root)
-        for call, at, _ in calls_in(log.read_text()):
-            yield Point(shape, rank, call, at)
+        counted: list[list[tuple[str, int]]] = []
+        for again in range(2):  # on busy cores a save may have some calls more
+            save = Save(shape, base / f"counted-{rank}-{again}")
+            assert save.run(rank, [], str(log)) == (0, "")
+            shutil.rmtree(save.root)
+            counted.append([(call, at) for call, at, _ in calls_in(log.read_text())])
+        for call, at in counted[0]:
+            if (call, at) in counted[1]:
+                yield Point(shape, rank, call, at)
 
 
 def parts(amount: int, seed: int) -> Row:

@@ -26,7 +26,7 @@ def main() -> None:
         _set(odd["set"])
     from faults.task import mark
     from trainer.cli import run
-    from trainer.distributed import group
+    from trainer.core.distributed import group
     from trainer.train import main
 
     meet = group.meet

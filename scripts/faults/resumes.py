@@ -14,8 +14,9 @@ from harness.s3 import Proxy
 
 from faults.common import Row, difference, folder, random_of, state_of
 from faults.mirror import Killing, faults_of, in_child, points_of, served
-from trainer.config.bucket import Bucket, read_listing
-from trainer.config.bucket_copies import copy_of
+from trainer.core.config.copies import copy_of
+from trainer.places.bucket import Bucket
+from trainer.places.listing import read_listing
 
 WORDS = (
     *("task=tiny", "task.options.norm=true", "task.options.dropout=0.2", "strategy.precision=fp32"),

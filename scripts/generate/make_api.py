@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from make_settings import write_or_check
 
 import trainer
-from trainer.data.batches import LocalBatch
-from trainer.distributed.world import RankGroup
-from trainer.task import Task
+from trainer.core.data.batches import LocalBatch
+from trainer.core.distributed.world import RankGroup
+from trainer.core.task import Task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 HEAD = """# API

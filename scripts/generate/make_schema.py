@@ -3,9 +3,9 @@
     python scripts/generate/make_schema.py [--check]
 
 A task's or experiment's file names it in a line `# yaml-language-server: $schema=<path>`; the files
-of a group are described by `$defs/<group>`. Types and limits come from trainer/config/schema.py,
-descriptions from the comments in conf/. With --check, write nothing, and exit with 1 if the file is
-outdated.
+of a group are described by `$defs/<group>`. Types and limits come from
+trainer/core/config/schema.py, descriptions from the comments in conf/. With --check, write nothing,
+and exit with 1 if the file is outdated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from make_settings import CONF, FILES, read_values, write_or_check
 
-from trainer.config import schema
+from trainer.core.config import schema
 
 FILE = CONF / "schema.json"
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{.+\}$"}  # of any type

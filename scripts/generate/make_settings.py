@@ -2,8 +2,8 @@
 
     python scripts/generate/make_settings.py [--check]
 
-Names, types and limits come from trainer/config/schema.py, defaults and meanings from the files in
-conf/. With --check, write nothing, and exit with 1 if the page is outdated.
+Names, types and limits come from trainer/core/config/schema.py, defaults and meanings from the
+files in conf/. With --check, write nothing, and exit with 1 if the page is outdated.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.config import schema
-from trainer.config.typed import describe
+from trainer.core.config import schema
+from trainer.core.config.typed import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "settings.md"
-HEAD = """# Settings
+SCHEMA = "trainer/core/config/schema.py"
+HEAD = f"""# Settings
 
-Written by `python scripts/generate/make_settings.py` from `conf/` and `trainer/config/schema.py`.
+Written by `python scripts/generate/make_settings.py` from `conf/` and `{SCHEMA}`.
 
 Give a setting on the command line as `key=value`, or in the YAML file of a task or experiment.
 The column "belongs to" has two values. *run*: changes the result; another value is another run.

@@ -10,10 +10,10 @@ from harness.internals import rundir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny
 
-from trainer.checkpoints.run_directory import Lease
-from trainer.errors import CheckpointError
-from trainer.record.trackers.jsonl import MetricsFile
-from trainer.trainer import active_run
+from trainer.core.checkpoints.run_directory import Lease
+from trainer.core.errors import CheckpointError
+from trainer.core.record.trackers.jsonl import MetricsFile
+from trainer.core.trainer import active_run
 
 WORDS = ["task=tiny", "run.steps=9", "log.every_steps=1", "eval.every_epochs=null"]
 SAVES = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null", "checkpoint.keep_last=9"]
@@ -157,7 +157,7 @@ def curve(directory):
 
 @pytest.mark.parametrize("task", [All, Copied, Removed], ids=lambda task: task.what)
 def test_a_run_goes_on_though_its_directory_is_meddled_with(task, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("trainer.record.trackers.jsonl.CHECK_S", 0.0)
+    monkeypatch.setattr("trainer.core.record.trackers.jsonl.CHECK_S", 0.0)
     run = fit_on(2, tmp_path, *WORDS, *SAVES, task=task)
     out = capfd.readouterr().out
     directory = run["directory"]

@@ -18,12 +18,12 @@ import pytest
 import torch
 from harness import stored
 
-from trainer.checkpoints import tensor_files
-from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.disk import replace_file
-from trainer.checkpoints.tensor_files import KINDS
-from trainer.errors import CheckpointError, RunError
-from trainer.strategy.tensor_shards import Shard
+from trainer.core.checkpoints import tensor_files
+from trainer.core.checkpoints import transaction as checkpoint
+from trainer.core.checkpoints.disk import replace_file
+from trainer.core.checkpoints.tensor_files import KINDS
+from trainer.core.errors import CheckpointError, RunError
+from trainer.core.strategy.tensor_shards import Shard
 
 CPU = torch.device("cpu")
 FILES = [

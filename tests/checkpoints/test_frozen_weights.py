@@ -11,6 +11,7 @@ from harness.training import compose
 from mesh_gpt import Meshed
 from torch import nn
 
+from trainer.core.loop.run import Run
 from trainer.show.audit import audit
 from trainer.use.export import write_stored
 
@@ -245,7 +246,7 @@ class Once(Adapted):
     is_bad = True
 
     def train_step(self, batch):
-        if self.step == 2 and Once.is_bad and not self._run.engine.checks.is_running:
+        if self.step == 2 and Once.is_bad and isinstance(self._run, Run):
             Once.is_bad = False
             self.model.blocks[0].widen.up.weight.data.fill_(torch.nan)
         return super().train_step(batch)

@@ -25,14 +25,14 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from trainer import CheckpointError, ConfigError
-from trainer.checkpoints import tensor_files
-from trainer.checkpoints.reading import read_on_all_ranks
-from trainer.checkpoints.transaction import Manifest
-from trainer.config import plain_files
-from trainer.distributed.group import Group
-from trainer.distributed.world import World
+from trainer.core.checkpoints import tensor_files
+from trainer.core.checkpoints.reading import read_on_all_ranks
+from trainer.core.checkpoints.transaction import Manifest
+from trainer.core.config import plain_files
+from trainer.core.distributed.group import Group
+from trainer.core.distributed.world import World
 from trainer.show.__main__ import main as show_verb
-from trainer.tasks import download
+from trainer.tasks.data import download
 from trainer.use.__main__ import main as use_verb
 
 CPU = torch.device("cpu")

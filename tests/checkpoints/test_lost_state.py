@@ -14,7 +14,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
-from trainer.trainer import active_run
+from trainer.core.trainer import active_run
 
 SHORT = [
     *("run.steps=4", "data.global_batch=12", "log.every_steps=1", "strategy.precision=fp64"),

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,23 +14,20 @@ import pytest
 from faults.common import Shape
 from harness import CONF, check_equal_bits, check_parity, fit_on, on_ranks, wait_for
 from harness.azure import serving_azure
+from harness.fences import open_fence
 from harness.s3 import proxied, serving_s3
 
 from trainer import ConfigError, load_config
-from trainer.checkpoints import fence
-from trainer.checkpoints.fence import open_fence
-from trainer.checkpoints.mirror import Mirror, Mirrored
-from trainer.checkpoints.transaction import steps
-from trainer.config import bucket
-from trainer.config.bucket import (
-    Bucket,
-    BucketError,
-    _translated,
-    address_problem,
-    read_listing,
-)
-from trainer.config.bucket_copies import copy_of
-from trainer.errors import CheckpointError
+from trainer.core.checkpoints.transaction import steps
+from trainer.core.config.copies import copy_of, remove_copies
+from trainer.core.config.stores import Events, StoreError, address_problem
+from trainer.core.distributed import owner
+from trainer.core.distributed.owner import Owner
+from trainer.core.errors import CheckpointError
+from trainer.places import bucket, fence
+from trainer.places.bucket import Bucket, _translated
+from trainer.places.listing import folder_of, newest_lease, read_listing
+from trainer.places.mirror import BucketMirror, Mirrored
 
 RICH = [
     *("task=tiny", "task.options.norm=true", "task.options.dropout=0.2", "run.steps=30"),
@@ -61,18 +59,21 @@ def keep(**others):
 
 def mirror_of(address, directory, told, lost, **others):
     own = open_fence(address, 0, None)
-    return Mirror(
+    return BucketMirror(
         keep(mirror=address, **others),
         own,
         directory,
-        told.append,
-        lambda step, facts: told.append(facts),
-        lost.append,
+        Events(told.append, lambda step, facts: told.append(facts), lost.append),
     )
 
 
 def newest(address):
     return max(read_listing(Bucket(address)).checkpoints(), default=0)
+
+
+def folders(address):
+    """Return the folders of all checkpoints that are there, whether they count or not."""
+    return sorted({folder_of(name) for name in Bucket(address).sizes()} - {""})
 
 
 def test_run_goes_on_from_a_bucket_on_an_empty_disk_with_the_same_bits(tmp_path):
@@ -242,7 +243,7 @@ def test_lease_of_a_process_that_has_ended_is_free_though_its_number_is_in_use(t
 
 @pytest.mark.parametrize("pid", [10**30, "x", None, 2**31 - 1])
 def test_a_lease_with_a_number_of_no_process_is_free(pid):
-    assert not fence._is_running({"pid": pid})
+    assert not Owner.of({"pid": pid}).is_running
 
 
 def test_copy_of_a_killed_start_is_removed_by_the_next_one_and_no_other(tmp_path):
@@ -264,6 +265,20 @@ def test_copy_of_a_killed_start_is_removed_by_the_next_one_and_no_other(tmp_path
     assert on_ranks(1, body) == [[False, True, True]]
 
 
+def test_fork_that_ends_leaves_the_copy_to_its_parent(tmp_path, stopped):
+    def body():
+        copy = copy_of(f"file://{stopped[0]}/first", tmp_path / "copies")
+        if not (pid := os.fork()):
+            remove_copies()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        is_left = copy.exists()
+        remove_copies()
+        return is_left, copy.exists()
+
+    assert on_ranks(1, body) == [(True, False)]
+
+
 def test_writer_on_another_machine_is_known_by_its_renewals(tmp_path, monkeypatch):
     address = f"file://{tmp_path}/bucket/first"
     is_held, is_refused = tmp_path / "held", tmp_path / "refused"
@@ -271,7 +286,7 @@ def test_writer_on_another_machine_is_known_by_its_renewals(tmp_path, monkeypatc
     monkeypatch.setattr(fence, "EXPIRY_S", 1.5)
 
     def body():
-        monkeypatch.setattr(fence, "_place", lambda: f"machine {os.getpid()}")
+        monkeypatch.setattr(owner, "machine_id", lambda: f"machine {os.getpid()}")
         if os.environ["RANK"] == "0":
             lost = []
             own = open_fence(address, 0, 0)
@@ -293,6 +308,43 @@ def test_writer_on_another_machine_is_known_by_its_renewals(tmp_path, monkeypatc
     assert (lost, number) == ([], 2) and seconds < 10
 
 
+def test_renewal_that_comes_late_does_not_take_back_the_release(tmp_path, monkeypatch):
+    monkeypatch.setattr(fence, "RENEW_S", 0.05)
+
+    def body():
+        own = open_fence(f"file://{tmp_path}/bucket/first", 0, 0)
+        is_renewing, is_released = threading.Event(), threading.Event()
+
+        def check_late():
+            is_renewing.set()
+            assert is_released.wait(60)
+
+        own.check = check_late
+        own.keep(print)
+        assert is_renewing.wait(60)
+        own.release()
+        is_released.set()
+        time.sleep(0.2)
+        return fence.read_lease(own.bucket, f"{own.folder}/lease.json")["released"]
+
+    assert on_ranks(1, body) == [True]
+
+
+def test_writer_on_another_machine_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
+    """Each resume on another machine would wait until its lease expires."""
+    address = f"file://{tmp_path}/bucket/first"
+
+    def body():
+        monkeypatch.setattr(owner, "machine_id", lambda: "one machine")
+        open_fence(address, 0, 0).release()
+        monkeypatch.setattr(owner, "machine_id", lambda: "another machine")
+        begun = time.monotonic()
+        number = open_fence(address, 0, 0).number
+        return number, time.monotonic() - begun < fence.EXPIRY_S / 2
+
+    assert on_ranks(1, body) == [(2, True)]
+
+
 def suppressed(call):
     with suppress(ConfigError):
         return call()
@@ -308,7 +360,7 @@ def test_writer_that_lost_its_lease_publishes_nothing_that_counts(tmp_path, monk
         SHAPE.save(tmp_path / "old/checkpoints", step)
 
     def body():
-        monkeypatch.setattr(fence, "_place", lambda: "another machine")
+        monkeypatch.setattr(owner, "machine_id", lambda: "another machine")
         old = open_fence(address, 0, None)
         first = Mirrored(old, keep(), print)
         first.read()
@@ -320,11 +372,15 @@ def test_writer_that_lost_its_lease_publishes_nothing_that_counts(tmp_path, monk
         monkeypatch.setattr(old, "check", lambda held=None: None)  # it was frozen right after it
         first.put_checkpoint(2, tmp_path / "old/checkpoints/step-00000002")
         assert newest(address) == 1
-        third = open_fence(address, 1, 1)
-        Mirrored(third, keep(), print).read()
-        return [name for name in Bucket(address).sizes() if "step-00000002" in name]
+        third = Mirrored(open_fence(address, 1, 1), keep(), print)
+        third.read()
+        there = [newest(address), "000001/checkpoints/step-00000002" in folders(address)]
+        third.put_checkpoint(2, tmp_path / "old/checkpoints/step-00000002")
+        third.prune(frozenset())
+        return [*there, folders(address)]
 
-    assert on_ranks(1, body) == [[]]
+    places = ["000001/checkpoints/step-00000001", "000003/checkpoints/step-00000002"]
+    assert on_ranks(1, body) == [[1, True, places]]
 
 
 def test_writer_that_lost_its_lease_removes_nothing_of_its_successor(tmp_path, monkeypatch):
@@ -336,7 +392,7 @@ def test_writer_that_lost_its_lease_removes_nothing_of_its_successor(tmp_path, m
         SHAPE.save(tmp_path / "checkpoints", step)
 
     def body():
-        monkeypatch.setattr(fence, "_place", lambda: "another machine")
+        monkeypatch.setattr(owner, "machine_id", lambda: "another machine")
         writers, mirrored = [], []
         for steps_of_one in ((1, 2), (3,)):
             begun = steps_of_one[0] - 1
@@ -367,7 +423,7 @@ def test_record_of_a_writer_counts_once_it_is_whole(tmp_path):
         Mirrored(first, keep(), print).put_record(tmp_path)
         second = open_fence(address, 0, 0)
         (tmp_path / "bucket/first/000002/metrics.jsonl/unwritable").mkdir(parents=True)
-        with pytest.raises(BucketError):
+        with pytest.raises(StoreError):
             Mirrored(second, keep(), print).put_record(tmp_path)
         return read_listing(Bucket(address)).home()
 
@@ -577,7 +633,7 @@ def test_request_whose_connection_breaks_is_repeated(fault, tmp_path, s3, monkey
             own = Bucket(f"s3://data/broken-{fault}")
             made = own.create("000001/lease.json", b"{}")
             own.put("000001/config.json", b"{}")
-            found = [own.get("000001/config.json"), own.newest_lease()[0], [*own.sizes()]]
+            found = [own.get("000001/config.json"), newest_lease(own)[0], [*own.sizes()]]
             own.remove(["000001/config.json"])
             return [made, *found, [*own.sizes()]]
 
@@ -609,7 +665,7 @@ def test_run_ends_in_order_without_its_store_and_says_what_is_missing(tmp_path, 
 
 def test_answer_of_a_store_which_may_repeat_a_login_is_in_no_error():
     answer = "403 Forbidden: <?xml version='1.0'?><Key>AKIASECRET</Key>"
-    with pytest.raises(BucketError) as raised, _translated("s3://bucket/first"):
+    with pytest.raises(StoreError) as raised, _translated("s3://bucket/first"):
         request = "Error performing PUT http://host/first in 2.3ms, after 5 retries - "
         raise RuntimeError(f"Generic S3 error: {request}{answer}")
     assert str(raised.value) == "s3://bucket/first: Generic S3 error: 403 Forbidden"

@@ -17,12 +17,12 @@ from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_
 from harness.internals import checkpoint
 from harness.stored import check_same_bits, content_of, save
 
-from trainer.checkpoints import tensor_files, transaction
-from trainer.checkpoints.run_directory import Lease
-from trainer.checkpoints.saver import DiskSaver, Snapshot
-from trainer.distributed.watch.process_table import kernel_state
-from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.strategy.tensor_shards import Shard
+from trainer.core.checkpoints import tensor_files, transaction
+from trainer.core.checkpoints.run_directory import Lease
+from trainer.core.checkpoints.saver import DiskSaver, Snapshot
+from trainer.core.distributed.watch.process_table import kernel_state
+from trainer.core.errors import CheckpointError, ConfigError, RunError
+from trainer.core.strategy.tensor_shards import Shard
 
 RECIPE = ["task=tiny", "run.steps=30"]
 EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]
@@ -161,7 +161,7 @@ def test_a_changed_lock_file_is_put_right_if_nobody_else_writes(what, tmp_path):
 def test_a_lock_survives_a_reader_of_the_directory(is_ofd, tmp_path, monkeypatch):
     """Closing any descriptor of a file drops the POSIX locks of a process."""
     if not is_ofd:
-        monkeypatch.setattr("trainer.checkpoints.run_directory._OFD", None)
+        monkeypatch.setattr("trainer.core.checkpoints.run_directory._OFD", None)
     directory = tmp_path / "run"
     directory.mkdir()
     lease = Lease(directory)

@@ -8,7 +8,7 @@ from harness import check_equal_bits, fit_on, newest, slow_but
 from harness.stored import check_same_bits, content_of
 
 from trainer import ConfigError
-from trainer.checkpoints.tensor_files import INDEX
+from trainer.core.checkpoints.tensor_files import INDEX
 
 LAYOUTS = {
     "single": (1, ["strategy=single"]),

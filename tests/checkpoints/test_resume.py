@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Items, Tiny
 
 from trainer import ConfigError, RunError
-from trainer.checkpoints.transaction import read_manifest
+from trainer.core.checkpoints.transaction import read_manifest
 
 # BatchNorm, dropout, weights and momentum: every kind of state. Stopped between log points 10
 # and 15.
@@ -188,6 +188,8 @@ def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
     branch = fit_on(1, tmp_path, *recipe, "run.name=branch", f"run.resume={old}")
     assert len(branch["seen"]) == 20 and branch["directory"].name == "branch"
     check_equal_bits(straight, branch)
+    left, own = (newest(run["directory"]).manifest["run"] for run in (straight, branch))
+    assert left == read_manifest(old)["run"] != own  # it is another run, also for a bucket
 
 
 def refused_at_once(folder, *cases):

@@ -17,15 +17,21 @@ from harness import CONF, on_ranks, stored
 from safetensors.torch import load_file
 
 from trainer import CheckpointError, ConfigError, RunError, load_config
-from trainer.checkpoints import disk, tensor_files, transaction
-from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.reading import FileTensors, read_on_all_ranks
-from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
-from trainer.checkpoints.tensor_files import DTYPES, check_index, is_covered, merge, write_shards
-from trainer.checkpoints.transaction import CheckpointFiles
-from trainer.distributed.group import process_group
-from trainer.distributed.world import World
-from trainer.strategy.tensor_shards import Shard, gather, read_whole, slices
+from trainer.core.checkpoints import disk, tensor_files, transaction
+from trainer.core.checkpoints.disk import Disk
+from trainer.core.checkpoints.reading import FileTensors, read_on_all_ranks
+from trainer.core.checkpoints.saver import DiskSaver, Mail, Snapshot
+from trainer.core.checkpoints.tensor_files import (
+    DTYPES,
+    check_index,
+    is_covered,
+    merge,
+    write_shards,
+)
+from trainer.core.checkpoints.transaction import CheckpointFiles
+from trainer.core.distributed.group import process_group
+from trainer.core.distributed.world import World
+from trainer.core.strategy.tensor_shards import Shard, gather, read_whole, slices
 from trainer.use.__main__ import main as use_verb
 
 OF_RUN = {
@@ -433,7 +439,10 @@ def test_export_uses_the_newest_valid_checkpoint_of_a_run(tmp_path, capsys):
     [
         ("taken", "already exists; give another name"),
         ("absent/x", "No such file or directory; give another path"),
-        ("taken.safetensors/x", "Not a directory; give another path"),
+        (
+            "taken.safetensors/x",
+            "cannot be written, {}/taken.safetensors is not a directory; give another name",
+        ),
         ("full", "No space left on device; give another path"),
     ],
 )
@@ -454,7 +463,7 @@ def test_export_that_cannot_be_written_is_one_line_and_leaves_no_file(
         if name == "full":
             patch.setattr(os, "write", full)
         use_verb([str(path), "--stored", f"out={target}.safetensors"])
-    assert str(error.value) == f"out={target}.safetensors: {line}"
+    assert str(error.value) == f"out={target}.safetensors: {line.format(tmp_path)}"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "taken.safetensors"]
     assert (tmp_path / "taken.safetensors").read_text() == "mine"
 

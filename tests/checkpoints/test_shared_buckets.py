@@ -9,20 +9,14 @@ from pathlib import Path
 import pytest
 from faults.common import Shape
 from harness import CONF, fit_on, on_ranks, wait_for
+from harness.fences import open_fence
 
-from trainer.checkpoints.fence import open_fence
-from trainer.checkpoints.mirror import Mirror
-from trainer.config import bucket, bucket_copies
-from trainer.config.bucket import (
-    Bucket,
-    BucketError,
-    DeniedError,
-    NotThereError,
-    _translated,
-    address_problem,
-    read_listing,
-)
-from trainer.config.compose import load_config
+from trainer.core.config import copies
+from trainer.core.config.compose import load_config
+from trainer.core.config.stores import Events, NotThereError, StoreError, address_problem
+from trainer.places.bucket import Bucket, DeniedError, _translated
+from trainer.places.listing import read_listing
+from trainer.places.mirror import BucketMirror
 
 SHAPE = Shape(1, 1000)
 WORDS = ["task=tiny", "run.steps=4", "checkpoint.every_steps=2", "checkpoint.keep_last=1"]
@@ -76,8 +70,7 @@ def watched_mirror(place, folder, told, step=0, **others):
         setattr(config, name, value)
     lost = []
     own = open_fence(address, step, step)
-    note = lambda step, facts: None  # noqa: E731
-    return Mirror(config, own, folder, told.append, note, lost.append), lost
+    return BucketMirror(config, own, folder, Events(told.append, lose=lost.append)), lost
 
 
 @pytest.mark.parametrize("has_folder", [False, True], ids=["removed", "not mounted"])
@@ -176,10 +169,10 @@ def test_leases_and_addresses_of_others_are_one_line(tmp_path):
     for content in ('{"writers": []}', '{"writers": [[7, 0]]}', "[]"):
         (tmp_path / "000001").mkdir(exist_ok=True)
         (tmp_path / "000001/lease.json").write_text(content)
-        with pytest.raises(BucketError, match=r"lease\.json: was not written by a run"):
+        with pytest.raises(StoreError, match=r"lease\.json: was not written by a run"):
             on_this_rank(lambda: read_listing(Bucket(f"file://{tmp_path}")))
     assert address_problem("s3://[::1/x").startswith("is no address (Invalid IPv6 URL)")
-    for text, kind in {"<Code>NoSuchBucket</Code>": BucketError, "no key": NotThereError}.items():
+    for text, kind in {"<Code>NoSuchBucket</Code>": StoreError, "no key": NotThereError}.items():
         with pytest.raises(kind) as raised, _translated("s3://none/x"):
             raise FileNotFoundError(text)
         assert type(raised.value) is kind
@@ -187,12 +180,12 @@ def test_leases_and_addresses_of_others_are_one_line(tmp_path):
 
 def on_this_rank(body):
     """Raise in this process what a body raises in another one, where obstore may be used."""
-    kinds = {kind.__name__: kind for kind in (BucketError, NotThereError)}
+    kinds = {kind.__name__: kind for kind in (StoreError, NotThereError)}
 
     def caught():
         try:
             body()
-        except bucket.BucketError as error:
+        except StoreError as error:
             return type(error).__name__, str(error)
 
     ((name, text),) = on_ranks(1, caught)
@@ -203,19 +196,16 @@ def test_copy_of_a_killed_command_in_the_temporary_folder_is_removed_by_the_next
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"{bucket_copies.COPY}{bucket_copies.socket.gethostname()}-x"
+    own = tmp_path / f"{copies.COPY}{copies.socket.gethostname()}-x"
     own.mkdir()
-    (own / bucket_copies.HELD).touch()
+    (own / copies.HELD).touch()
     (tmp_path / ".copy-of-a-user").mkdir()
     with pytest.raises(Exception, match="cannot be read"):
-        bucket_copies.copy_of(f"file://{tmp_path}/none")
+        copies.copy_of(f"file://{tmp_path}/none")
     assert not own.exists() and (tmp_path / ".copy-of-a-user").exists()
 
 
 def test_errors_name_the_address_of_a_run_and_not_its_copy(monkeypatch):
-    copies = {Path("/tmp/copy/first"): "s3://data/first"}
-    monkeypatch.setattr(bucket_copies, "_copies", copies)
+    monkeypatch.setattr(copies, "_copies", {Path("/tmp/copy/first"): "s3://data/first"})
     line = "error: /tmp/copy/first/config.json: cannot be read"
-    assert (
-        bucket_copies.with_addresses(line) == "error: s3://data/first/config.json: cannot be read"
-    )
+    assert copies.with_addresses(line) == "error: s3://data/first/config.json: cannot be read"

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from harness.stored import content_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.run_directory import Lease
-from trainer.checkpoints.saver import DiskSaver, Mail, Saver, Snapshot
-from trainer.config.schema import LogSettings
-from trainer.record.trackers import Record
-from trainer.record.trackers.console import Console
-from trainer.record.trackers.jsonl import RecordFiles
-from trainer.record.trackers.tensorboard import TensorBoard
-from trainer.strategy.tensor_shards import Shard
+from trainer.core.checkpoints import transaction as checkpoint
+from trainer.core.checkpoints.disk import Disk
+from trainer.core.checkpoints.run_directory import Lease
+from trainer.core.checkpoints.saver import DiskSaver, Mail, Saver, Snapshot
+from trainer.core.config.schema import LogSettings
+from trainer.core.record.trackers import Record
+from trainer.core.record.trackers.console import Console
+from trainer.core.record.trackers.jsonl import RecordFiles
+from trainer.core.record.trackers.tensorboard import TensorBoard
+from trainer.core.strategy.tensor_shards import Shard
 
 LOG = LogSettings("short", 1, ["tensorboard"], [], False, 0, None, None)
 KEEP: Any = SimpleNamespace(

@@ -40,7 +40,7 @@ task:
 FILES: dict[str, str | bytes] = {
     "file": "",
     "good/task/mine.yaml": TASK,
-    "other/task/mine.yaml": TASK,
+    "other/task/mine.yaml": TASK + "# another\n",
     "cifar/task/cifar.yaml": TASK,
     "bracket/task/mine.yaml": "task: {name: mine\n",
     "tab/task/mine.yaml": "task:\n\tname: mine\n",

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +18,13 @@ from tiny import Tiny
 
 import trainer
 from trainer import ConfigError, Trainer, limit, load_config
-from trainer.config.targets import check_target
-from trainer.config.typed import HINTS, OptionMapping, build
-from trainer.data.order import BatchSplit
-from trainer.distributed import world
-from trainer.distributed.launchers import Launcher
-from trainer.distributed.world import World
-from trainer.engine.context import is_bf16_native
+from trainer.core.config.targets import check_target
+from trainer.core.config.typed import HINTS, OptionMapping, build
+from trainer.core.data.order import BatchSplit
+from trainer.core.distributed import world
+from trainer.core.distributed.launchers import Launcher
+from trainer.core.distributed.world import World
+from trainer.core.engine.context import is_bf16_native
 from trainer.verify.layouts import choose_layouts, list_left_out, show
 
 FOREIGN = {
@@ -33,7 +34,7 @@ FOREIGN = {
     "num_nodes=2": "the launcher sets it",
     "local_rank=0": "the launcher sets it",
     "trainer.max_epochs=3": "use run.epochs",
-    "logger=wandb": "use log.trackers=[tensorboard,wandb,mlflow,trackio,swanlab,csv]",
+    "logger=wandb": "use log.trackers=[tensorboard,wandb,mlflow,csv]",
     "ckpt_path=x": "use run.resume=<run directory or checkpoint>",
     "data.gradient_accumulation_steps=2": "set data.micro_batch",
     "fp16=true": "use strategy.precision=amp_fp16",
@@ -69,6 +70,45 @@ def test_every_hint_names_settings_that_exist():
     advice = " ".join(hints["attributes"].values())
     named = {name.partition(".")[0] for name in re.findall(r"self\.([a-z_.]+)", advice)}
     assert len(named) > 5 and named <= {*dir(Trainer)}
+
+
+@pytest.mark.parametrize("way", ["relative", "absolute", "twice", "link", "links", "copy"])
+def test_one_definition_found_in_several_ways_is_not_defined_twice(way, tmp_path, monkeypatch):
+    """README's `--config-dir conf` in the checkout names the folder that is searched anyway.
+
+    No test saw it: all ran README's task in a new folder.
+    """
+    monkeypatch.chdir(trainer.core.config.CONF.parent)
+    (tmp_path / "link").symlink_to(trainer.core.config.CONF)
+    (tmp_path / "links").mkdir()
+    for group in ("task", "optim", "strategy"):
+        (tmp_path / "links" / group).mkdir()
+        for file in (trainer.core.config.CONF / group).iterdir():
+            (tmp_path / "links" / group / file.name).symlink_to(file)
+    shutil.copytree(trainer.core.config.CONF, tmp_path / "copy")
+    folders = {
+        "relative": ["./conf"],
+        "absolute": [str(trainer.core.config.CONF)],
+        "twice": ["conf", str(trainer.core.config.CONF)],
+    }
+    folders |= {name: [str(tmp_path / name)] for name in ("link", "links", "copy")}
+    words = ["task=text", "optim=adamw", "strategy=exact"]
+    config = load_config(words, folders[way])
+    assert config.flat() == load_config(words).flat()
+    assert config.strategy.name == "exact"
+
+
+def test_an_option_that_differs_by_a_byte_is_defined_twice(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder / "optim").mkdir(parents=True)
+        (tmp_path / folder / "optim/mine.yaml").write_text(f"# {folder}\nlr: 0.1\n")
+    both = [str(tmp_path / "one"), str(tmp_path / "two")]
+    with pytest.raises(ConfigError, match=r"^optim=mine is defined twice, in .*; rename yours$"):
+        load_config(["task=text", "optim=mine"], both)
+    (tmp_path / "two/optim/mine.yaml").unlink()
+    (tmp_path / "two/optim/mine.yaml").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"^optim=mine is defined twice"):
+        load_config(["task=text", "optim=mine"], both)
 
 
 @dataclass
@@ -252,7 +292,7 @@ def test_kept_precision_is_checked_like_one_that_is_given(tmp_path):
         config = compose(tmp_path, *AUTO, "run.resume=auto", "strategy.comm_hook=powersgd")
         with pytest.MonkeyPatch.context() as patch:
             kept = {"strategy.precision": "fp64"}
-            patch.setattr("trainer.checkpoints.resume.read_saved", lambda *_: {**kept})
+            patch.setattr("trainer.core.checkpoints.resume.read_saved", lambda *_: {**kept})
             with pytest.raises(ConfigError, match=r"^strategy\.comm_hook=powersgd: compresses"):
                 Broken(config).fit()
 

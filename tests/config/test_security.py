@@ -17,11 +17,11 @@ from harness.command import fork_jobs
 import trainer
 from trainer import ConfigError, load_config
 from trainer.cli import load_task
-from trainer.config.compose import load_run_config
-from trainer.config.plain_files import format_config
-from trainer.config.targets import call_target, check_target
-from trainer.errors import visible
-from trainer.record.trackers.console import Console
+from trainer.core.config.compose import load_run_config
+from trainer.core.config.plain_files import format_config
+from trainer.core.config.targets import call_target, check_target, masked
+from trainer.core.errors import visible
+from trainer.core.record.trackers.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--config-dir", CONF, "task=tiny"]
@@ -114,33 +114,33 @@ DANGEROUS = [
         "torch.optim.lr_scheduler.LambdaLR",
     ),
     *(
-        "trainer.checkpoints.transaction.os.system",
-        "trainer.checkpoints.transaction.shutil.rmtree",
-        "trainer.checkpoints.transaction.os",
-        "trainer.engine.means.torch",
+        "trainer.core.checkpoints.transaction.os.system",
+        "trainer.core.checkpoints.transaction.shutil.rmtree",
+        "trainer.core.checkpoints.transaction.os",
+        "trainer.core.engine.means.torch",
     ),
     *(
-        "trainer.checkpoints.transaction.sweep",
-        "trainer.checkpoints.transaction.set_aside",
-        "trainer.checkpoints.transaction._discard",
-        "trainer.checkpoints.transaction.load",
+        "trainer.core.checkpoints.transaction.sweep",
+        "trainer.core.checkpoints.transaction.set_aside",
+        "trainer.core.checkpoints.transaction._discard",
+        "trainer.core.checkpoints.transaction.load",
     ),
     *(
-        "trainer.checkpoints.run_directory.write_exit",
-        "trainer.checkpoints.run_directory.replace_file",
-        "trainer.checkpoints.run_directory.Lease",
+        "trainer.core.checkpoints.run_directory.write_exit",
+        "trainer.core.checkpoints.run_directory.replace_file",
+        "trainer.core.checkpoints.run_directory.Lease",
         "trainer.train.run",
     ),
     *(
-        "trainer.tasks.download.fetch",
-        "trainer.tasks.download._download",
-        "trainer.tasks.download.urlopen",
+        "trainer.tasks.data.download.fetch",
+        "trainer.tasks.data.download._download",
+        "trainer.tasks.data.download.urlopen",
     ),
     *(
         "trainer.tasks.cifar.partial",
         "trainer.import_module",
         "trainer.Trainer",
-        "trainer.config.targets.call_target",
+        "trainer.core.config.targets.call_target",
     ),
     *(
         "canary.Optimizer",
@@ -363,11 +363,12 @@ FORMS = [
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_secret_is_refused_in_files_and_on_the_command_line_without_its_value(
-    name, tmp_path, capfd
+    name, tmp_path, capfd, monkeypatch
 ):
     from trainer.sweep.__main__ import main as sweep
     from trainer.train import main as train
 
+    monkeypatch.setattr("trainer.train.catch_early", lambda: None)
     for number, form in enumerate(FORMS):
         for verb, flags in (([sweep, train][number % 2], []), (train, ["--cfg", "job"])):
             with pytest.raises(ConfigError) as raised:
@@ -395,8 +396,14 @@ def test_secret_is_refused_in_files_and_on_the_command_line_without_its_value(
         (f"https://me:{VALUE}@host/data", True),
         (f"s3://bucket/a?X-Amz-Date=1&X-Amz-Signature={VALUE}", True),
         (f"https://account.blob/a?sv=1&sig={VALUE}", True),
+        (f"s3://KEY:ab/{VALUE}@bucket/x", True),
+        (f"s3://bucket/x?password={VALUE}", True),
+        (f"s3://bucket/x?a=b&secret_access_key={VALUE}", True),
+        (f"https://host/x?api%5Fkey={VALUE}", True),
+        ("https://host:8000/models@v1?key=train", False),
         ("https://me@host/data?versionId=1", False),
         ("tcp://10.0.0.1:29500", False),
+        ("https://host/noise?sigma=0.1&design=a&signal=on", False),
     ],
 )
 def test_address_with_a_password_or_a_signature_is_refused(address, is_refused, tmp_path):
@@ -407,6 +414,39 @@ def test_address_with_a_password_or_a_signature_is_refused(address, is_refused, 
     told = r"^task\.options\.url: is an address with .* os\.environ\[\"URL\"\]$"
     with pytest.raises(ConfigError, match=told):
         load_config(*given)
+
+
+ECHOED = [  # words that an error quotes before anybody looks for secrets in them
+    ["checkpoint.mirror=s3://b/x?password=VALUE"],
+    ["checkpoint.mirror=s3://KEY:VALUE@b/x"],
+    ["task.options.hf_token=VALUE", "=", "1"],
+    ["task.options.x={password: VALUE}"],
+    ["task.options.x={password: VALUE", "-m"],
+    ["hf_token=VALUE", "-m"],
+    ["-m", "task.options.hf_token=VALUE"],
+    ["--password=VALUE"],
+    ["https://me:VALUE@host/x"],
+]
+
+
+@pytest.mark.parametrize("words", ECHOED, ids=[" ".join(words) for words in ECHOED])
+@pytest.mark.parametrize("verb", ["trainer", "trainer.sweep", "trainer.list", "trainer.check"])
+def test_an_error_that_quotes_its_arguments_hides_their_secrets(words, verb, command):
+    done = command(*(word.replace("VALUE", VALUE) for word in words), "task=tiny", verb=verb)
+    assert done.returncode == 2 and VALUE not in done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_masks_hide_secrets_and_nothing_else():
+    assert masked("x=a1 is not a flag", ["token=a1"]) == "x=*** is not a flag"
+    assert masked("a1 and token=a1", ["token=a1"]) == "a1 and token=***"  # too short for a word
+    assert masked("no abcdef here", ["+x.password='abcdef'"]) == "no *** here"
+    assert masked("{password: abcdef, lr: 1}", ["x={password: abcdef, lr: 1}"]) == (
+        "{password: ***, lr: 1}"
+    )
+    assert masked("see s3://me:a/b@c/d?sig=1&x=2 at b@c") == "see s3://***@c/d?sig=***&x=2 at b@c"
+    for text in ("optim.lr=0.1", "tcp://10.0.0.1:29500", "pad_token=<pad>", "token_dim=640000"):
+        assert masked(f"error: {text}", [text]) == f"error: {text}"
 
 
 @pytest.mark.parametrize("name", [*INNOCENT, "token_dim", "pad_token", "hf_token"])

@@ -10,7 +10,7 @@ from tiny import Items, Tiny, TinyItems, points
 from torch.utils.data import Dataset, TensorDataset
 
 from trainer import ConfigError, ResidentDataset
-from trainer.data.ledger import describe, find_changes, short
+from trainer.core.data.ledger import describe, find_changes, short
 from trainer.show.audit import audit
 
 WORDS = ["task=tiny", "run.steps=2", "strategy=ddp"]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from trainer import ConfigError, RunError, Trainer
-from trainer.data.loaders import check_dataset
+from trainer.core.data.loaders import check_dataset
 
 WORDS = [
     *("task=tiny", "run.steps=20", "strategy.precision=fp64", "eval.every_steps=9"),

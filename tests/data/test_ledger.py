@@ -10,11 +10,11 @@ import torch
 from harness import fit, fit_on, newest, on_ranks
 from harness.verbs import audit
 
-from trainer.data.ledger import CLOSE_EVERY, Ledger, digests
-from trainer.data.order import BatchPlan, EpochSampler
-from trainer.data.sampling import Shuffle
-from trainer.errors import ConfigError
-from trainer.rng.philox import Order
+from trainer.core.data.ledger import CLOSE_EVERY, Ledger, digests
+from trainer.core.data.order import BatchPlan, EpochSampler
+from trainer.core.data.sampling import Shuffle
+from trainer.core.errors import ConfigError
+from trainer.core.rng.philox import Order
 from trainer.show import audit as audit_module
 from trainer.show.audit import count_taken, expected
 
@@ -90,7 +90,7 @@ def test_a_run_closes_its_chain_now_and_then(every, tmp_path, monkeypatch):
 
     def body(folder, often):
         if often:
-            monkeypatch.setattr("trainer.data.batches.CLOSE_EVERY", every)
+            monkeypatch.setattr("trainer.core.data.batches.CLOSE_EVERY", every)
             monkeypatch.setattr(Ledger, "close", noting)
         words = ["task=tiny", "run.steps=9", "log.every_steps=9"]
         record = fit(folder, *words)["directory"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from harness import slow_but
 
-from trainer.data import order
-from trainer.data.eval_batches import ShardSampler
-from trainer.data.order import BatchPlan, BatchSplit, EpochSampler, check_batch
-from trainer.data.sampling import Shuffle
-from trainer.errors import ConfigError
-from trainer.rng.philox import Order
+from trainer.core.data import order
+from trainer.core.data.eval_batches import ShardSampler
+from trainer.core.data.order import BatchPlan, BatchSplit, EpochSampler, check_batch
+from trainer.core.data.sampling import Shuffle
+from trainer.core.errors import ConfigError
+from trainer.core.rng.philox import Order
 
 SIZES = [1, 2, 3, 5, 203, 5000, 65537]
 CPU = torch.device("cpu")

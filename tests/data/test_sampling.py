@@ -24,9 +24,9 @@ from trainer import (
     Trainer,
     Weighted,
 )
-from trainer.data.sampling import mixture
-from trainer.data.sampling.mixture import LONGEST, _pattern, _shares
-from trainer.data.sampling.shard_order import ShardShuffle
+from trainer.core.data.sampling import mixture
+from trainer.core.data.sampling.mixture import LONGEST, _pattern, _shares
+from trainer.core.data.sampling.shard_order import ShardShuffle
 from trainer.shards.__main__ import write_shards
 
 WORDS = [

@@ -15,14 +15,14 @@ HANGING = """
 import os, runpy, signal
 from pathlib import Path
 
-import trainer.data.workers
+import trainer.core.data.workers
 
 def hang():
     if len(os.listdir("hung")) < int(os.environ["NUM_HUNG"]):
         Path("hung", str(os.getpid())).touch()
         signal.pause()
 
-trainer.data.workers.BEGIN_S = 1
+trainer.core.data.workers.BEGIN_S = 1
 os.register_at_fork(after_in_child=hang)
 runpy.run_module("trainer", run_name="__main__")
 """

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from harness import CONF, on_ranks, wait_for
 
 from trainer import World, load_config
-from trainer.distributed.group import process_group
-from trainer.distributed.ranks import open_ranks
-from trainer.distributed.watch import watching
-from trainer.distributed.watch.phases import MAX_ANSWER, History, Mailbox, ask, describe
+from trainer.core.distributed.group import process_group
+from trainer.core.distributed.ranks import open_ranks
+from trainer.core.distributed.watch import watching
+from trainer.core.distributed.watch.phases import MAX_ANSWER, History, Mailbox, ask, describe
 
 WAIT = "ranks 0, 2 wait in all_reduce number # of the world (3 float32)"
 SILENT = f"{WAIT}; rank 1 does not answer and may not have come to it"

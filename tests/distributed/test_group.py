@@ -11,8 +11,8 @@ import torch.distributed as dist
 from harness import CONF, TORCHRUN, Beside, Command, ended, free_port, launch, on_ranks
 
 from trainer import ConfigError, World, load_config
-from trainer.distributed.group import process_group
-from trainer.distributed.rendezvous import check_init, choose_backend
+from trainer.core.distributed.group import process_group
+from trainer.core.distributed.rendezvous import check_init, choose_backend
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.steps=3", "dist.timeout_s=20"]
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from trainer.config.compose import load_config
+from trainer.core.config.compose import load_config
 from trainer.new.__main__ import _file_of
 
 TEXT = (Path(__file__).parents[2] / "scripts/deploy/kubernetes.yaml").read_text(encoding="utf-8")

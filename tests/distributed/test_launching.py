@@ -38,8 +38,8 @@ from harness.training import compose
 from mesh_gpt import Meshed
 
 from trainer import ConfigError, World, load_config
-from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
-from trainer.distributed.rendezvous import meet
+from trainer.core.distributed.launchers import expand_counts, expand_hosts, find_launcher
+from trainer.core.distributed.rendezvous import meet
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 LAUNCHES = [

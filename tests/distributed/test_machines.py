@@ -185,7 +185,7 @@ def wait_for_ranks(machines: Machines, process: subprocess.Popen, ranks: int) ->
 
     def is_so() -> bool:
         assert process.poll() is None, machines.said(process)
-        return wanted in machines.said(process).rpartition("ddp over gloo")[2]
+        return wanted in machines.said(process).rpartition("layout  ddp")[2]
 
     wait_for(is_so, LIMIT_S)
     step = last_step(machines)

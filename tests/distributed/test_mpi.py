@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from trainer.distributed import mpi
-from trainer.errors import ConfigError, RunError
-from trainer.strategy.ddp import open_hook
-from trainer.strategy.modules.batchnorm import synchronize
+from trainer.core.errors import ConfigError, RunError
+from trainer.core.strategy.ddp import open_hook
+from trainer.core.strategy.modules.batchnorm import synchronize
+from trainer.places import mpi
 
 PYTHON = [
     sys.executable,

@@ -12,10 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import CONF, ended, fit_on, free_port, newest, wait_for
+from harness import CONF, ended, fit_on, free_port, newest, on_ranks, wait_for
 from harness import launch as start
 from harness.launch import SCRIPTS, TORCHRUN, environment_of_a_command
+from harness.s3 import proxied, serving_s3
 from harness.stored import check_same_bits, tensors_of
+
+from trainer.places.bucket import Bucket
+from trainer.places.listing import read_listing
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = needs_ray
@@ -72,6 +76,31 @@ def cluster(*cpus):
         yield Served(process)
     finally:
         process.communicate(timeout=60)
+
+
+# A driver that looks for room earlier, so that a test need not train for a minute.
+SOON = """
+import sys
+from trainer.places import ray_ranks
+ray_ranks.GROWS_AFTER_S = 2.0
+from trainer.cli import run
+from trainer.train import describe, main
+run(main, describe, has_json=False)
+"""
+
+
+def drive_soon(made, folder, *words):
+    more = {"RAY_ADDRESS": made.address, "RAY_AUTH_MODE": "disabled"}
+    words = ["--config-dir", CONF, "task=ends", "run.name=a", "launch=ray", *words]
+    return subprocess.Popen(
+        [sys.executable, "-c", SOON, *words],
+        cwd=folder,
+        env=environment_of_a_command(**more),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(folder / "stderr.txt").open("w"),
+        text=True,
+    )
 
 
 def drive(made, folder, *words):
@@ -241,6 +270,57 @@ def test_a_run_grows_with_the_cluster(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (["strategy=hsdp", "strategy.mesh.shard=2", "launch.ranks=[2,4]"], [2, 4]),
+        (["task.options.refused=[3]", "launch.ranks=[1,4]"], [2, 3, 2]),
+    ],
+)
+def test_a_run_moves_only_to_numbers_of_ranks_that_allow_it_and_goes_back(words, sizes, tmp_path):
+    """The layout is known before; what else refuses a number shows in a start with it.
+
+    The second node comes when the first one was refused: a slow driver would see both at once.
+    """
+    refusal = "3 ranks refuse to start; the run goes back to 2"
+    stderr = tmp_path / "stderr.txt"
+    with cluster(2) as made:
+        more = ["run.steps=60", "task.options.pause_s=0.5", "checkpoint.every_steps=4"]
+        driver = drive_soon(made, tmp_path, *words, *more)
+        for step in (4, 12):
+            path = tmp_path / f"runs/ends/a/checkpoints/step-{step:08}"
+            wait_for(path.exists, LIMIT_S)
+            made.ask("add")
+            if 3 in sizes:
+                wait_for(lambda: refusal in stderr.read_text(), LIMIT_S)
+        out, _ = driver.communicate(timeout=LIMIT_S)
+    err = stderr.read_text()
+    assert driver.returncode == 0, out + err
+    moves = [
+        int(line.split(" rank")[0].split()[-1]) for line in out.splitlines() if " node" in line
+    ]
+    assert moves == [size for size in sizes if size != 3], out + err
+    assert (refusal in err) is (3 in sizes), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["[0,1]", "[1]"])
+def test_the_last_checkpoint_reaches_the_bucket_however_long_it_takes(ranks, tmp_path, monkeypatch):
+    """The driver ended rank 0 30 s after the first rank had failed."""
+    with serving_s3(tmp_path) as s3, proxied(s3.environment["AWS_ENDPOINT_URL"]) as proxy:
+        proxy.slow_s = 8.0
+        proxy.begin(lambda number, method, path: "slow" if "/checkpoints/step-" in path else "")
+        for name, value in (s3.environment | {"AWS_ENDPOINT_URL": proxy.url}).items():
+            monkeypatch.setenv(name, value)
+        words = ["--config-dir", CONF, "task=ends", "run.name=a", "launch.ranks=2"]
+        words += ["checkpoint.mirror=s3://data/first", f"task.options.ranks={ranks}"]
+        with cluster(2) as made:  # its nodes have this environment
+            code, out, err = ended(drive(made, tmp_path, *words), LIMIT_S)
+        held = on_ranks(1, lambda: read_listing(Bucket("s3://data/first")).checkpoints())
+    assert (code, held) == (1, [{5: "000001/checkpoints/step-00000005"}]), out + err
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_resumes_and_a_second_driver_is_refused(tmp_path):
     reference = undisturbed(tmp_path / "reference")
     with cluster(4) as made:
@@ -303,6 +383,20 @@ def own_folder():
 
 
 @pytest.mark.slow
+def test_a_killed_rank_starts_again_on_as_many_ranks_as_the_layout_allows(own_folder, tmp_path):
+    """There is room for three, and a mesh with shards of two."""
+    words = ["task=ends", "--config-dir", CONF, "run.name=a", "launch=ray", "launch.ranks=[1,3]"]
+    words += ["launch.cpus_per_rank=0.3", "launch.max_restarts=1"]
+    words += ["strategy=hsdp", "strategy.mesh.shard=2"]
+    words += ["task.options.how=kill", "task.options.ranks=[1]"]
+    code, out, err = ended(start(tmp_path, *words, **own_folder), LIMIT_S)
+    assert code == 0, out + err
+    assert out.count("2 ranks on 1 node") == 2 and "resumed at step 5 of 8" in out, out
+    assert "rank 1 was lost; restart 1 of 1\n" in err, err
+    assert json.loads((tmp_path / "runs/ends/a/exit.json").read_text())["reason"] == "done"
+
+
+@pytest.mark.slow
 def test_sigterm_while_ray_starts_ends_the_run_with_one_line(own_folder, tmp_path):
     driver = start(tmp_path, *SLOW, "launch=ray", **own_folder)
     place = own_folder["RAY_TMPDIR"]
@@ -327,3 +421,52 @@ def test_a_second_run_has_a_cluster_of_its_own_and_outlives_that_of_the_first(ow
     codes = [ended(each, LIMIT_S) for each in (first, second)]
     assert [code for code, *_ in codes] == [0, 0], codes
     assert "restart" not in codes[1][2], codes
+
+
+def process_of(place, words):
+    """Return a process of the cluster with this folder."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            told = (each / "cmdline").read_bytes().replace(b"\0", b" ")
+            if words in told and place.encode() in told + (each / "environ").read_bytes():
+                return int(each.name)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (b"ray::Place", "ray     rank {} was lost"),
+        (b"raylet/raylet", "ray     rank {} was lost"),
+        (b"gcs_server", "error: launch=ray: Ray has ended this process, as it does when it loses"),
+    ],
+)
+def test_the_loss_of_a_process_of_ray_is_one_line_and_in_exit_json(
+    words, line, own_folder, tmp_path
+):
+    """Ray ends the driver by itself without its head, and kills the group of its own process."""
+    more = ["run.steps=5000", "task.options.pause_s=0.2", "launch.cpus_per_rank=0.3"]
+    more += ["--config-dir", CONF, "task=ends", "run.name=a", "launch=ray", "launch.ranks=2"]
+    driver = start(tmp_path, *more, **own_folder)
+    run = tmp_path / "runs/ends/a"
+    wait_for((run / "checkpoints/step-00000005").exists, LIMIT_S)
+    os.kill(process_of(own_folder["RAY_TMPDIR"], words), signal.SIGKILL)
+    code, out, err = ended(driver, LIMIT_S)
+    assert code == 1 and any(line.format(rank) in err for rank in (0, 1)), out + err
+    wait_for((run / "exit.json").exists)
+    assert "it was killed" in json.loads((run / "exit.json").read_text())["reason"]
+    while (left := process_of(own_folder["RAY_TMPDIR"], b"ray::")) is not None:
+        with suppress(ProcessLookupError):  # agents of Ray, which outlive their raylet for a while
+            os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_folder_that_ray_cannot_use_is_one_line(tmp_path):
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    more = {"RAY_TMPDIR": str(place), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
+    code, out, err = ended(start(tmp_path, *SLOW, "launch=ray", **more), LIMIT_S)
+    begin = "error: launch=ray: Ray cannot start a cluster on this machine: "
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith(begin), err
+    assert err.endswith("; set RAY_TMPDIR to a folder with a short path, such as /tmp\n")

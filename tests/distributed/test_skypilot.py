@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from trainer.config.compose import load_config
+from trainer.core.config.compose import load_config
 from trainer.new.__main__ import _file_of
 
 VERSION = "0.14.1"  # its wheel alone: SkyPilot's dependencies contradict ours

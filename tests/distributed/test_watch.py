@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import CONF, PATHS, TORCHRUN, children_of, ended, free_port, launch, wait_for
 
-from trainer.distributed.watch import process_table, watcher
+from trainer.core.distributed.watch import process_table, watcher
 
 WATCHED = watcher.Rank
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
@@ -316,7 +316,7 @@ def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(command, tmp_path):
 
 WAITING = """import faulthandler, os, signal, struct, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from trainer.distributed.watch import process_table, watcher
+from trainer.core.distributed.watch import process_table, watcher
 memory = os.memfd_create("heartbeat")
 os.ftruncate(memory, watcher.SIZE)
 os.lseek(memory, watcher.SIZE, os.SEEK_SET)
@@ -351,7 +351,7 @@ def waiting_ranks(tmp_path):
         for kind in kinds:
             path = place / f"{kind}.py"
             path.write_text(WAITING + ENDS[kind])
-            root = str(Path(watcher.__file__).parents[3])
+            root = str(Path(watcher.__file__).parents[4])
             words = [sys.executable, "-S", "-E", str(path), root]
             ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
         return [

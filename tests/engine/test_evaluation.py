@@ -9,6 +9,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError, Trainer, load_config
+from trainer.core.checkpoints.transaction import steps
 from trainer.train import load_task
 
 RECIPE = ["task=tiny", "task.options.norm=true", "task.options.weights=true", "run.steps=3"]
@@ -146,3 +147,22 @@ def other_names(folder):
 def test_metrics_of_other_names_on_another_rank_are_refused(tmp_path):
     on_ranks(2, other_names, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+class Rising(Tiny):
+    """Its loss is best at the first evaluation."""
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        values, *weights = values if isinstance(values, tuple) else (values,)
+        return (values + self.step, *weights) if weights else values + self.step
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"), [([], [4, 16]), (["checkpoint.keep_best=2"], [4, 8, 16])]
+)
+def test_checkpoints_with_the_best_loss_are_kept_by_default(more, kept, tmp_path):
+    words = ["task=tiny", "checkpoint.every_steps=4", "checkpoint.every_epochs=null"]
+    words += ["eval.every_steps=4", "checkpoint.keep_last=1", "run.steps=16", "run.prove=false"]
+    run = fit_on(1, tmp_path, *words, *more, task=Rising)
+    assert sorted(steps(run["directory"] / "checkpoints")) == kept

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from harness import CONF, on_ranks
 
 from trainer import load_config
-from trainer.distributed.group import Group, process_group
-from trainer.distributed.world import World
-from trainer.engine.means import Means
-from trainer.engine.objective import Objective
-from trainer.engine.values import weigh
-from trainer.errors import ConfigError
-from trainer.micro_batch import count_rows
+from trainer.core.data.order import Leaves
+from trainer.core.distributed.group import Group, process_group
+from trainer.core.distributed.world import World
+from trainer.core.engine import objective as objectives
+from trainer.core.engine.means import Means
+from trainer.core.engine.objective import Objective, UpdateLoss
+from trainer.core.engine.values import sum_up, weigh
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import count_rows
 
 ALONE = Group(World(), dist.HashStore())
 STEPS = 7
@@ -241,7 +243,7 @@ def test_counted_values_keep_no_graph():
 # The loss -----------------------------------------------------------------------------------------
 
 
-def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> Objective:
+def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> UpdateLoss:
     objective = Objective("loss", Means(), global_batch, ranks, wants_stop=wants_stop)
     return objective.of(loss)
 
@@ -266,7 +268,7 @@ def test_gradient_of_plain_values_is_that_of_their_mean():
     objective = made(plain)
     for part in (slice(0, 1), slice(1, None)):
         (objective(outputs[part], targets[part])[0] * objective.scale).backward()
-    assert objective.factor(torch.zeros(2)) is None
+    assert objective.objective.factor(torch.zeros(2)) is None
     torch.testing.assert_close(outputs.grad, targets / 12, rtol=1e-15, atol=0)
 
 
@@ -282,11 +284,21 @@ def test_gradient_of_weighted_values_is_that_of_their_mean():
         (total * objective.scale).backward()
         totals += carried
     torch.testing.assert_close(
-        outputs.grad * objective.factor(totals),
+        outputs.grad * objective.objective.factor(totals),
         targets**2 / targets.sum(),
         rtol=1e-14,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_targets_of_other_rows_are_refused_also_where_values_were_checked_before(rows):
+    """Values of a form that was checked take a short way, in which targets are looked at too."""
+    objective = made(lambda outputs, targets: outputs)
+    for _ in range(2):  # the second one takes it
+        objective(outputs_of(4), torch.ones(4))
+    with pytest.raises(ConfigError, match=f"the first axis must be the {rows} examples"):
+        objective(outputs_of(4), torch.ones(rows))
 
 
 def test_backward_is_scaled_by_the_ranks_that_will_average():
@@ -336,3 +348,98 @@ def test_weighted_values_may_change_their_number():
     second = objective(outputs_of(4, 2), torch.ones(4, 2))[0]
     assert second.item() == pytest.approx(first.item() * 2 / 3)
     assert objective.scale == scale
+
+
+# What is decided once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [plain, weighted])
+def test_values_of_one_form_are_checked_once(loss, monkeypatch):
+    """Of (values, weights) each micro-batch was checked: no test counted the checks."""
+    checked = []
+
+    def counted(*arguments):
+        checked.append(arguments)
+        return weigh(*arguments)
+
+    monkeypatch.setattr(objectives, "weigh", counted)
+    objective = made(loss)
+    targets = torch.rand(4, 3)
+    totals = [objective(outputs_of(4, 3), targets) for _ in range(5)]
+    assert len(checked) == 1
+    assert all(torch.equal(total, totals[0][0]) for total, _ in totals)
+    assert all(torch.equal(carried, totals[0][1]) for _, carried in totals)
+    objective(outputs_of(3, 3), targets[:3])
+    objective(outputs_of(3, 3).double(), targets[:3].double())
+    assert len(checked) == 3, "values of another form are checked"
+
+
+ROWS = "the first axis must be the 3 examples of the batch"
+LATER = {
+    "fewer targets": (lambda out, y: out * 1, (4, 3), ROWS),
+    "fewer targets of weights": (lambda out, y: (out * 1, torch.ones(4)), (4, 3), ROWS),
+    "detached": (lambda out, y: out.detach(), (4, 4), "loss returned float32 values without a"),
+    "detached of weights": (
+        lambda out, y: (out.detach(), y),
+        (4, 4),
+        "loss returned float32 values without a",
+    ),
+    "weights with a gradient": (
+        lambda out, y: (out * y, out * 1),
+        (4, 4),
+        "weights with a gradient: must be detached",
+    ),
+    "weights of another shape": (
+        lambda out, y: (out * y, y[:, None]),
+        (4, 4),
+        r"weights with shape \(4, 1\): must be detached and of the values' shape \(4,\)",
+    ),
+    "no weights": (lambda out, y: out * y, (4, 4), "weights in one step and none in another"),
+    "three": (lambda out, y: (out, y, y), (4, 4), "loss returned a tuple of 3"),
+    "a list": (lambda out, y: [out, y], (4, 4), "loss returned a list: must be a value per"),
+    "sparse": (lambda out, y: out.to_sparse(), (4, 4), "loss returned values in a sparse"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_loss_that_is_wrong_in_a_later_update_is_one_line(name):
+    """Also where its values have the form of those that were checked."""
+    later, (rows, examples), line = LATER[name]
+    is_weighted = isinstance(later(outputs_of(4), torch.ones(4)), tuple) or name == "no weights"
+    losses = iter([weighted if is_weighted else plain, later])
+    objective = made(lambda outputs, targets: next(losses)(outputs, targets))
+    objective(outputs_of(4), torch.ones(4))
+    with pytest.raises(ConfigError, match=line):
+        objective(outputs_of(rows), torch.ones(examples))
+
+
+def test_a_resumed_objective_keeps_the_elements_per_example():
+    """The factor of weighted values is rounded, so it must be that of the run's first batch."""
+    objective = Objective("loss", Means(), 4, 1, elements=3).of(weighted)
+    objective(outputs_of(4, 5), torch.ones(4, 5))
+    assert objective.objective.elements == 3
+    assert objective.scale == 1 / 12
+
+
+def test_weights_may_be_zero_and_not_negative():
+    objective = made(lambda outputs, targets: (outputs * 1, targets))
+    objective(outputs_of(4), torch.tensor([0.0, 1.0, 0.0, 2.0]))
+    with pytest.raises(ConfigError, match=r"^loss returned a weight of -0.5: must be at least 0"):
+        made(weighted)(outputs_of(4), torch.tensor([0.0, 1.0, -0.5, 2.0]))
+    means = Means()
+    weights = torch.tensor([1.0, 2.0**-40], dtype=torch.float64)
+    means.add("value", torch.tensor([1.0, 1.0], dtype=torch.float64), weights)
+    assert means.reduced(ALONE)["value"].tolist() == [[1 + 2.0**-40] * 2]
+
+
+def test_sizes_of_sums_are_those_of_the_values():
+    """Checks of the start compare sums relative to them: values that cancel are not zero."""
+    values, weights = torch.tensor([3.0, -1.0, -2.0]), torch.tensor([1.0, 1.0, 0.5])
+    assert sum_up(values, weights).tolist() == [1.0, 5.0, 2.5]
+
+
+def test_a_value_of_some_micro_batches_only_is_refused_with_a_fixed_tree():
+    means = Means(Leaves(0, 2, 2))
+    means.add("value", torch.ones(3), None)
+    with pytest.raises(ConfigError, match=r"^strategy=exact: a metric or loss was returned for"):
+        means.read(ALONE)

@@ -14,7 +14,8 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import Trainer
-from trainer.errors import ConfigError
+from trainer.core.engine.step import step_unless
+from trainer.core.errors import ConfigError
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tasks.md").read_text()
 WORDS = ("task=tiny", "data.global_batch=24", "eval.every_epochs=null", "run.steps=20")
@@ -301,6 +302,30 @@ def test_a_parameter_may_get_its_first_gradient_late(tmp_path):
     two = fit_on(2, tmp_path / "two", *words, "strategy.find_unused_parameters=true", task=Late)
     check_parity(one, two, falls=False)
     assert one["code"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}])
+def test_a_late_parameter_steps_as_with_torchs_plain_sgd(options):
+    """Its first update is that of a new buffer; with dampening a buffer of zeros gives another."""
+
+    def trained(is_fused):
+        parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, fused=is_fused, **options)
+        for step in range(4):
+            for number, parameter in enumerate(parameters):
+                is_late = number == 1 and step < 2
+                parameter.grad = None if is_late else torch.full_like(parameter, 1.0 + step)
+            if is_fused:
+                step_unless([optimizer], torch.zeros(()))
+            else:
+                optimizer.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    if options.get("dampening"):
+        with pytest.raises((TypeError, ConfigError, RuntimeError)):
+            trained(True)
+        return
+    torch.testing.assert_close(trained(True), trained(False))
 
 
 class Exchanging(torch.optim.SGD):

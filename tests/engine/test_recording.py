@@ -10,10 +10,10 @@ from harness.training import compose, fit
 from mesh_gpt import Meshed
 
 from trainer import ConfigError
-from trainer.engine import recording
-from trainer.engine.means import Means
-from trainer.engine.recording import Recorder
-from trainer.engine.step import OpenStep
+from trainer.core.engine import recording
+from trainer.core.engine.means import Means
+from trainer.core.engine.recording import Recorder
+from trainer.core.engine.step import OpenStep
 
 WORDS = [
     *("task=meshed", "strategy.precision=fp64", "run.steps=9", "log.every_steps=4"),

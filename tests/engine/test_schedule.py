@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.schedule import constant, cosine, linear, multistep, one_cycle
+from trainer.core.schedule import constant, cosine, linear, multistep, one_cycle
 
 WARMED = [constant, linear, cosine, multistep]
 

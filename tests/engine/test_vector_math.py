@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.process import torch_flags
+from trainer.core.process import torch_flags
 from trainer.prove.runner import Recording
 
 HEADER = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"

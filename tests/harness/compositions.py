@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli import split_arguments
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 
 _known: dict[str, bytes] = {}
 
@@ -22,7 +22,7 @@ def remember_compositions() -> None:
 
     Call it again where the package is imported again.
     """
-    module: Any = importlib.import_module("trainer.config.compose")
+    module: Any = importlib.import_module("trainer.core.config.compose")
     compose_groups = module._compose
 
     @functools.wraps(compose_groups)
@@ -45,7 +45,7 @@ def remember_compositions() -> None:
 
 def compose_before_fork(words: Sequence[str]) -> None:
     """Compose the groups that a command names, so that its fork finds them."""
-    module: Any = importlib.import_module("trainer.config.compose")
+    module: Any = importlib.import_module("trainer.core.config.compose")
     with suppress(ConfigError):
         overrides, folders = split_arguments(words)
         if all(Path(folder).is_absolute() for folder in folders):

@@ -56,10 +56,11 @@ class HubHandler(BaseHTTPRequestHandler):
         if name not in self.server.gated and not self._is_open(name):
             return  # the list of files of a gated one is open
         revision = rest or tree or "main"
-        if revision not in ("main", commit_of(name)):
+        key = self._find(name, revision)
+        if key is None:
             self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
             return
-        files = files_of(self.server.folders[name])
+        files = files_of(self.server.folders[key])
         if tree:
             kinds = [
                 {"type": "file", "path": file, "size": path.stat().st_size, "oid": etag_of(path)}
@@ -68,14 +69,23 @@ class HubHandler(BaseHTTPRequestHandler):
             self._json(kinds)
             return
         siblings = [{"rfilename": file} for file in files]
-        self._json({"id": name, "sha": commit_of(name), "siblings": siblings, "private": False})
+        self._json({"id": name, "sha": commit_of(key), "siblings": siblings, "private": False})
+
+    def _find(self, name, revision):
+        """Return the name of the folder of a revision, a name or a commit, or None."""
+        others = [key for key in self.server.folders if key.startswith(f"{name}@")]
+        revisions = {"main": name, commit_of(name): name}
+        revisions |= {key.partition("@")[2]: key for key in others}
+        revisions |= {commit_of(key): key for key in others}
+        return revisions.get(revision)
 
     def _send_file(self, name, revision, file):
-        path = files_of(self.server.folders[name]).get(file)
+        key = self._find(name, revision)
+        path = files_of(self.server.folders[key]).get(file) if key else None
         if path is None:
             self._error(404, "EntryNotFound", "Entry not found")
             return
-        headers = {"X-Repo-Commit": commit_of(name), "ETag": f'"{etag_of(path)}"'}
+        headers = {"X-Repo-Commit": commit_of(key), "ETag": f'"{etag_of(path)}"'}
         self._answer(path.read_bytes(), 200, headers)
 
     def _error(self, status, code, text):
@@ -110,7 +120,9 @@ def etag_of(path):
 
 @contextmanager
 def serving_hub(**folders):
-    """Serve folders as repositories of `tests/NAME`; `server.url` is for HF_ENDPOINT.
+    """Serve folders as repositories of `tests/NAME`, or revisions of them, `NAME@REVISION`.
+
+    `server.url` is for HF_ENDPOINT.
 
     `server.asked` are the requests. Names in `server.gated` are closed. With `server.status` each
     answer is that.

@@ -1,12 +1,12 @@
 """The internal modules of the package that tests use, imported in one place."""
 
 from harness.verbs import audit
-from trainer.checkpoints import resume
-from trainer.checkpoints import run_directory as rundir
-from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.reading import open_content
 from trainer.cli import load_task
-from trainer.strategy.tensor_shards import read_whole
+from trainer.core.checkpoints import resume
+from trainer.core.checkpoints import run_directory as rundir
+from trainer.core.checkpoints import transaction as checkpoint
+from trainer.core.checkpoints.reading import open_content
+from trainer.core.strategy.tensor_shards import read_whole
 
 __all__ = [
     "audit",

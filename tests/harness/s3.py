@@ -82,10 +82,10 @@ Plan = Callable[
 class Proxy(ThreadingHTTPServer):
     """A proxy in front of a store that does to each request what its `plan` returns.
 
-    "" passes it on; "503" refuses it; "cut" closes the connection before it is passed on, "lost"
-    after that, without the answer, "torn" in the middle of the answer; "drop" leaves the client
-    without any; "slow" passes it on after `slow_s`, "hold" once `hold` has returned; "200" only
-    says that it was done. `requests` has them all.
+    "" passes it on; "503", "501" and "409" refuse it; "cut" closes the connection before it is
+    passed on, "lost" after that, without the answer, "torn" in the middle of the answer; "drop"
+    leaves the client without any; "slow" passes it on after `slow_s`, "hold" once `hold` has
+    returned; "200" only says that it was done. `requests` has them all.
     """
 
     daemon_threads = True
@@ -129,7 +129,7 @@ class _Passing(BaseHTTPRequestHandler):
     def _pass(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         number, done = self.server.decide(self.command, self.path)
-        if done in ("503", "200"):
+        if done in ("503", "501", "409", "200"):
             self.send_response(int(done))
             self.send_header("ETag", '"none"')
             self.send_header("Content-Length", "0")

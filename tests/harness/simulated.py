@@ -22,8 +22,8 @@ from harness.internals import load_task
 from harness.ranks import on_ranks
 from harness.training import fit
 from trainer import load_config
-from trainer.engine.evaluation import Evaluator
-from trainer.loop.decisions import DeferredOutcomes
+from trainer.core.engine.evaluation import Evaluator
+from trainer.core.loop.decisions import DeferredOutcomes
 
 LIMIT_S = 240
 
@@ -93,11 +93,13 @@ def fit_simulated(ranks: int, *arguments: Any, devices: int = 4) -> list[dict[st
 Step = tuple[int, dict[str, int], dict[str, int], list[tuple[str, str]]]
 
 
-def count_steps(words: list[str], config_dirs: list[str], task: Any = None) -> list[Step]:
+def count_steps(
+    words: list[str], config_dirs: list[str], task: Any = None, evaluates: bool = False
+) -> list[Step]:
     """Train, and return (launches, by operation, by place, waits) of each steady step.
 
-    These are the steps but the first two, which build state, and the last one. There is no
-    evaluation: it takes minutes in bf16 on a machine without its arithmetic.
+    These are the steps but the first two, which build state, and the last one. Unless `evaluates`,
+    there is no evaluation: it takes minutes in bf16 on a machine without its arithmetic.
     """
     records: list[simulated_streams.Record] = []
     push = DeferredOutcomes.push
@@ -109,7 +111,8 @@ def count_steps(words: list[str], config_dirs: list[str], task: Any = None) -> l
         return report
 
     DeferredOutcomes.push = push_and_begin  # type: ignore[method-assign]
-    Evaluator.evaluate = lambda self: {}  # type: ignore[method-assign]
+    if not evaluates:
+        Evaluator.evaluate = lambda self: {}  # type: ignore[method-assign]
     config = load_config(words, config_dirs)
     (task or load_task(config))(config).fit()
     return [

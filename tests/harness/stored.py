@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from harness.internals import checkpoint, open_content, read_whole
-from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
-from trainer.strategy.tensor_shards import Shard
+from trainer.core.checkpoints.disk import Disk
+from trainer.core.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
+from trainer.core.strategy.tensor_shards import Shard
 
 Shards = Mapping[str, Mapping[str, Shard]]
 LIMIT_S = 60

@@ -16,11 +16,12 @@ from harness.compositions import remember_compositions
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
-from trainer.loop.run import Run
-from trainer.record import fingerprint
-from trainer.record.startup import Summary
-from trainer.strategy.tensor_shards import slices
-from trainer.trainer import active_run
+from trainer.core.engine.trial import Trial
+from trainer.core.extensions import STRATEGIES
+from trainer.core.loop.run import Run
+from trainer.core.record import fingerprint
+from trainer.core.record.startup import Summary
+from trainer.core.strategy.tensor_shards import slices
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 PARITY = ["experiment=parity", "run.steps=24"]  # enough for a loss to fall, half as long
@@ -46,8 +47,9 @@ def warm_up() -> None:
 
 
 def _strategies() -> list[str]:
-    folder = Path(importlib.import_module("trainer.strategy").__path__[0])
-    return [f"trainer.strategy.{path.stem}" for path in folder.glob("[!_]*.py")]
+    folder = Path(importlib.import_module("trainer.core.strategy").__path__[0])
+    own = [f"trainer.core.strategy.{path.stem}" for path in folder.glob("[!_]*.py")]
+    return [*own, *(each.module for each in STRATEGIES.values())]
 
 
 def compose(folder: Path, *overrides: str) -> Config:
@@ -109,7 +111,7 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
         return augment(inputs, targets, random, train)
 
     def noting_step(batch):
-        if active_run(trainer).engine.checks.is_running:  # a trial of the step
+        if isinstance(trainer._run, Trial):  # of the step
             return train_step(batch)
         seen.append([])
         is_stepping[0] = True

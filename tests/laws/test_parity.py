@@ -6,8 +6,9 @@ import pytest
 import torch
 from harness import PARITY, Beside, check_parity, fit_on
 
-from trainer.engine.objective import Objective
-from trainer.tasks import cifar, cifar10
+from trainer.core.engine.objective import Objective
+from trainer.tasks import cifar
+from trainer.tasks.data import cifar10
 
 TEXT = [
     *("task=text", "task.options.context=32", "task.options.width=32", "task.options.layers=2"),

@@ -1,14 +1,20 @@
 """One decision, all ranks: a bad step is skipped on every rank, and an event on one rank is known
 to all."""
 
+import os
+import signal
+
 import pytest
 import torch
-from harness import CONF, fit, fit_on, on_ranks, slow_but
+from harness import CONF, check_equal_bits, fit, fit_on, on_ranks, slow_but
 from tiny import Begun, Tiny, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError, World, load_config
-from trainer.distributed.group import process_group
+from trainer.core.checkpoints.run_directory import BAD_STEP
+from trainer.core.distributed.group import process_group
+from trainer.core.engine.step import Outcome
+from trainer.core.loop.decisions import DeferredOutcomes, StepReport
 
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
 
@@ -27,6 +33,21 @@ class Spoiled(Begun):
 
 class Lost(Spoiled):
     spoiled = tuple(range(12))
+
+
+class SeldomGood(Spoiled):
+    spoiled = tuple({*range(25)} - {9, 15})
+
+
+def test_bad_steps_count_towards_the_limit_in_a_row_only(tmp_path):
+    """Each is in the record; ten in a row would end the run."""
+    run = fit_on(1, tmp_path, *RECIPE, "run.steps=25", task=SeldomGood)
+    assert run["step"] == 25
+    noted = {e["step"]: e[BAD_STEP] for e in run["record"] if BAD_STEP in e}
+    assert sorted(noted) == [step + 1 for step in SeldomGood.spoiled]
+    for step, why in noted.items():
+        assert why.startswith(f"step {step}: the loss of example "), why
+        assert why.endswith("on rank 0; the update was skipped"), why
 
 
 class Unweighted(Tiny):
@@ -89,6 +110,69 @@ def test_step_without_weight_updates_nothing_and_is_reported(ranks, tmp_path, ca
         "warning: step 6: the weights of its examples sum to 0, so no parameter was updated"
         in capfd.readouterr().out
     )
+    losses = {e["step"]: e["train/loss"] for e in run["record"] if "train/loss" in e}
+    assert [step for step, loss in losses.items() if loss is None] == [6]
+    words = [*RECIPE, "schedule=constant", "optim.momentum=0"]
+    five, six = (
+        fit_on(ranks, tmp_path / f"{n}", *words, f"run.steps={n}", task=Unweighted) for n in (5, 6)
+    )
+    check_equal_bits(five, six)
+
+
+def part(weight=4.0, stops=0.0, found_inf=0.0):
+    return Outcome(((torch.tensor([weight, stops]), torch.tensor(found_inf)),))
+
+
+@pytest.mark.parametrize(
+    ("odd", "report"),
+    [
+        (part(), StepReport(True, False, False)),
+        (part(weight=0.0), StepReport(False, False, False)),
+        (part(found_inf=1.0), StepReport(True, True, False)),
+        (part(stops=2.0), StepReport(True, False, True)),
+        (part(0.0, 1.0, 1.0), StepReport(False, True, True)),
+    ],
+)
+def test_what_happened_in_either_of_two_updates_is_reported(odd, report):
+    outcomes = DeferredOutcomes(wait=int)
+    assert outcomes.push(odd + part()) is None
+    assert outcomes.push(part() + odd) == report, "one step later"
+    assert outcomes.flush() == report
+    assert outcomes.flush() is None
+
+
+class AskedIn(Begun):
+    """Is asked to stop while it computes the loss of its step `asked` (from 0)."""
+
+    asked = 0
+
+    def build_dataset(self, split):
+        return super().build_dataset(split) if split == "train" else None
+
+    def loss(self, outputs, targets):
+        if self.has_begun and self.step == self.asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(outputs, targets)
+
+
+class AskedInTheLast(AskedIn):
+    asked = 11
+
+
+class AskedInABad(AskedIn):
+    asked = 5
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * float("nan" if self.has_begun and self.step == 5 else 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "step", "code"), [(AskedInTheLast, 12, 0), (AskedInABad, 7, 75), (AskedIn, 2, 75)]
+)
+def test_a_stop_counts_in_any_step_but_the_last(task, step, code, tmp_path):
+    run = fit_on(1, tmp_path, *RECIPE, task=task)
+    assert (run["step"], run["code"]) == (step, code)
 
 
 class Spare(nn.Module):
@@ -170,6 +254,19 @@ def test_ranks_started_differently_are_refused_by_name(second, line, tmp_path):
     for said in on_ranks(2, started_apart, tmp_path, [[], second]):
         assert said.startswith(line), said
     assert not (tmp_path / "tiny").exists()
+
+
+def test_ranks_with_another_default_dtype_are_refused_by_name(tmp_path):
+    def refused():
+        rank = World.from_environment().rank
+        torch.set_default_dtype([torch.float32, torch.float64][rank])
+        with pytest.raises(ConfigError) as error:
+            fit(tmp_path, *RECIPE)
+        return str(error.value)
+
+    dtypes = "torch.float32 on rank 0 and torch.float64 on rank 1"
+    for line in on_ranks(2, refused):
+        assert line.startswith(f"the default dtype is {dtypes}: must be the same")
 
 
 class Uneven(Tiny):

@@ -8,7 +8,7 @@ from mesh_gpt import Meshed
 from tiny import Tiny
 
 from trainer import RunError
-from trainer.trainer import active_run
+from trainer.core.trainer import active_run
 
 STEPS = ["run.steps=6", "dist.drift_every_steps=3", "eval.every_epochs=null"]
 TINY = ["task=tiny", *STEPS, "task.options.norm=true", "optim=adamw"]

@@ -9,8 +9,8 @@ from harness import check_equal_bits, fit, fit_on, newest, on_ranks, slow_but
 from mesh_gpt import Meshed
 from tiny import Items, Tiny
 
-from trainer.loop.run import Run
-from trainer.record.trackers.tensorboard import TensorBoard
+from trainer.core.loop.run import Run
+from trainer.core.record.trackers.tensorboard import TensorBoard
 
 WORDS = ["task=tiny", "run.steps=8", "eval.every_steps=3", "log.every_steps=2"]
 WORDS += ["checkpoint.every_epochs=null", "eval.every_epochs=null"]

@@ -2,11 +2,14 @@
 
 import json
 import time
+from contextlib import suppress
 
 import pytest
-from harness import fit_on, slow_but
+from harness import fit, fit_on, on_ranks, slow_but
 from mesh_gpt import Meshed
 from tiny import Tiny
+
+from trainer.core.setup import session
 
 WORDS = [
     *("task=tiny", "run.steps=30", "eval.every_steps=4", "eval.every_epochs=null"),
@@ -59,6 +62,7 @@ class InLoss(Tiny):
     def loss(self, outputs, targets):
         if self.step == 6 and self.world.rank == self.world.world_size - 1:
             self.stop("seen enough")
+            self.stop("a second reason")
         return super().loss(outputs, targets)
 
 
@@ -100,6 +104,53 @@ class OnAStage(Meshed):
 def test_the_last_stage_of_a_pipeline_ends_the_run(tmp_path):
     run = fit_on(2, tmp_path, "task=meshed", "strategy=pp", "run.steps=9", task=OnAStage)
     assert (run["step"], run["code"]) == (5, 0)
+
+
+class FailsAt(Tiny):
+    """Fails in step 5, which is the first one of its session."""
+
+    def train_step(self, batch):
+        raise RuntimeError("of the task")
+
+
+def test_an_evaluation_that_is_recorded_is_not_made_again_after_a_failure(tmp_path):
+    """The checkpoint of its step is from before it: it was owed by an earlier session."""
+    words = [*WORDS, "run.prove=false", "run.steps=6"]
+    stopped = fit_on(1, tmp_path, *words, "task.options.signal_at=2")
+    assert (stopped["step"], stopped["code"]) == (4, 75)
+
+    def evaluations(task):
+        made = []
+
+        class Counting(task):
+            def evaluate(self):
+                made.append(self.step)
+                return super().evaluate()
+
+        with suppress(RuntimeError):
+            fit(tmp_path, *words, "run.resume=auto", task=Counting)
+        return made
+
+    assert on_ranks(1, evaluations, FailsAt) == [[4]]
+    assert on_ranks(1, evaluations, Tiny) == [[6]]
+
+
+def test_a_resume_keeps_a_precision_that_was_chosen(tmp_path, capfd, monkeypatch):
+    """Another machine would choose another one."""
+    words = [*WORDS[:-1], "eval.every_steps=null"]
+    fit_on(1, tmp_path, *words, "run.steps=2", "strategy.precision=fp32")
+
+    def resume():
+        monkeypatch.setattr(session, "choose_precision", lambda has_bf16: "amp_bf16")
+        more = ["run.steps=3", "run.resume=auto", "strategy.precision=auto"]
+        return fit(tmp_path, *words, *more)["step"]
+
+    capfd.readouterr()
+    assert on_ranks(1, resume) == [3]
+    said = capfd.readouterr().out
+    assert ", CPU, fp32, " in said
+    line = "dtype   fp32 (strategy.precision=auto), because the run to resume has it"
+    assert line in said.splitlines()
 
 
 class Slow(Tiny):

@@ -23,9 +23,9 @@ from tiny import Begun, Tiny
 from torch import nn
 
 from trainer import ConfigError
+from trainer.core.strategy.modules.tensor_memory import ActivationCheckpoint
+from trainer.core.trainer import active_run
 from trainer.show.replay import replay
-from trainer.strategy.modules.tensor_memory import ActivationCheckpoint
-from trainer.trainer import active_run
 
 MESHES = {
     "fsdp x 2": (2, ["strategy=fsdp"]),

@@ -16,10 +16,11 @@ from torch import nn
 from wrong_tasks import NormalisesGradient
 
 from trainer import ResidentDataset, RunError, Trainer
+from trainer.core.strategy.modules.tensor_memory import place_blocks
+from trainer.mesh import parallel
+from trainer.mesh.p2p import bubble, order
 from trainer.show.replay import replay
-from trainer.strategy.modules.tensor_memory import place_blocks
-from trainer.strategy.pipeline_parallel.p2p import bubble, order
-from trainer.tasks.resnet import ResNet
+from trainer.tasks.cifar import ResNet
 
 TENSOR = ["strategy.mesh.tensor=2"]
 TASK = ["task=meshed"]
@@ -85,6 +86,27 @@ def test_a_mesh_has_the_numbers_of_one_process(mesh, case, single, tmp_path):
 @pytest.mark.parametrize("mesh, case", EVERY)
 def test_every_mesh_has_the_numbers_of_one_process(mesh, case, single, tmp_path):
     check_case(mesh, case, single, tmp_path)
+
+
+def steps_with_a_watched_loss(folder):
+    """Return the steps, of a run on a mesh, in which uses of divided parameters were looked for."""
+    steps = []
+    task = Meshed(compose(folder, *TASK, "strategy=tp", "run.steps=5", "run.prove=false"))
+
+    class Noted(parallel.DividedParameters):
+        def __init__(self, parts):
+            steps.append(task.step)
+            super().__init__(parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "DividedParameters", Noted)
+        task.fit()
+    return steps
+
+
+def test_a_loss_is_watched_in_the_dry_run_and_its_first_step_and_not_later(tmp_path):
+    """It was known by the id of an object that each step makes anew: ranks differed, and waited."""
+    assert on_ranks(2, steps_with_a_watched_loss, tmp_path) == [[0, 0], [0, 0]]
 
 
 def check_losses(one, other, most):

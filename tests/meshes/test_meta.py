@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.strategy.modules import dry_run
-from trainer.strategy.pipeline_parallel.stage import OnMeta
+from trainer.core.strategy.modules import dry_run
+from trainer.mesh.stage import OnMeta
 
 OPERATIONS = {
     "linear": lambda x: F.linear(x, x),

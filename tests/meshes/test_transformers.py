@@ -11,7 +11,7 @@ from harness.training import compose
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, Trainer
-from trainer.strategy.tensor_parallel.split_plan import find_plan
+from trainer.mesh.split_plan import find_plan
 
 transformers = pytest.importorskip("transformers")
 WORDS, LENGTH, ROWS, CLASSES = 64, 12, 96, 5
@@ -326,13 +326,13 @@ def family(name, lora):
 
     class Family(base):
         def build_model(self):
-            from trainer.tasks import hf
+            from trainer.hf import loading as hf
 
             model = Whisper.build_model(self) if name == "whisper" else super().build_model()
             return hf.adapt(model, lora) if lora else model
 
         def blocks(self, model):
-            from trainer.tasks import hf
+            from trainer.hf import loading as hf
 
             found = hf.blocks_of(model)
             assert len(found) >= 2

@@ -10,7 +10,7 @@ import pytest
 from harness import wait_for
 from harness.launch import ROOT
 
-from trainer.process import child
+from trainer.core.process import child
 
 WAITS = [sys.executable, "-c", "import time; time.sleep(100)"]
 MARK = b"LOCKSTEP_TEST_OF_CHILD"
@@ -46,8 +46,8 @@ def test_what_left_the_session_is_found_by_its_mark():
 
 IN_A_SESSION = """
 import os, subprocess, sys, time
-from trainer.errors import RunError
-from trainer.process.child import continue_in_session
+from trainer.core.errors import RunError
+from trainer.core.process.child import continue_in_session
 try:
     folder = continue_in_session("lockstep-test-")
     if sys.argv[1] == "killed":

@@ -1,18 +1,18 @@
-"""The structure of the code: allowed imports, size budgets, and the names in a user's class.
+"""The structure of the code: allowed imports, sizes of packages, and the names in a user's class.
 
-A room is one level of the import order: a package, or some modules of the top level.
+A room is one level of the import order of the core: a package, or some modules.
 """
 
 import ast
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from harness.code_lines import code_lines
 
 from trainer import Trainer
+from trainer.core.engine.trial import TaskRun
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "trainer"
@@ -20,16 +20,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TASKS = sorted((ROOT / "tasks").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (*FILES, *TASKS)}
 
-# A module imports only from its own room and the rooms to its left.
+# The rooms of the core. A module imports only from its own room and the rooms to its left.
 ROOMS = [
-    "core",  # codec, errors, micro_batch, blame, hook_calls, process/
+    "base",  # codec, errors, extensions, micro_batch, blame, hook_calls, process/
     "config",
     "distributed",
     "schedule",
     "rng",
-    "sandbox",  # run a block and leave no trace
+    "state",  # Python state: kept around a block, copied, compared
     "data",
-    "shards",
     "same",  # how far results are apart, and what is rounding
     "strategy",
     "engine",
@@ -38,36 +37,55 @@ ROOMS = [
     "task",
     "setup",
     "loop",  # loop/, trainer
-    "package",  # __init__, tasks
-    "verbs",
 ]
-CORE = ("codec", "errors", "blame", "hook_calls", "micro_batch")
-TOP_LEVEL = {
-    "schedule": "schedule",
-    "task": "task",
-    **dict.fromkeys(CORE, "core"),
-    "trainer": "loop",
-    **dict.fromkeys(("__init__", "tasks"), "package"),
+BASE = ("codec", "errors", "extensions", "blame", "hook_calls", "micro_batch", "process")
+# Beside the core: each knows the core, the face, and the others that stand here.
+COMPANIONS: dict[str, tuple[str, ...]] = {
+    "mesh": (),
+    "startup_checks": (),
+    "shards": (),
+    "places": (),
+    "hf": ("shards",),
+    "pages": (),
+    "prove": ("pages", "verify"),
+    "verify": ("startup_checks",),
+    "show": ("pages",),
+    "use": ("hf",),
+    "sweep": (),
+    "new": (),
+    "check": ("mesh", "places", "shards"),
+    "list": ("new", "pages", "show"),
 }
+FACE = ("__init__", "__main__", "cli", "notebook", "schedule", "tasks", "train", "verbs")
+# Whose modules answer many requests without torch, so they import what loads it where it is used.
+LAZY = (
+    *("face", "check", "hf", "list", "new", "pages"),
+    *("places", "prove", "show", "sweep", "use", "verify"),
+)
 # In code lines: without blanks, comments and docstrings.
 MOST_OF_A_FUNCTION = 40
-MOST_OF_A_FILE = 300
-MOST_OF_A_TASK = 170
-MOST_IN_A_FOLDER = 15  # files
-MOST_FILES = 250
-SIZE = int((ROOT / "tests" / "size.txt").read_text().split()[0])  # code lines of trainer/
-SLACK = 150  # so that shrinking forces the number down, and growing shows as a changed one
+MOST_OF_A_COMPANION = 6_000
+MOST_OF_THE_CORE = 19_000  # its aim is 17,700
+SLACK = 150  # so that shrinking forces the ledger down, and growing shows as a changed line
 MOST_METHODS = 14  # public ones of a class, without properties
-MOST_ATTRIBUTES = 12  # of an object
 OF_OTHERS = ("Task", "MpiGroup")  # whose methods are the user's hooks, or torch's interface
 MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
+# Words that say nothing of a value, and the functions with a variable or an argument of that name.
+# A number may only become smaller.
+VAGUE = {
+    "found": 334,
+    "given": 145,
+    "place": 252,
+    "number": 282,
+    "kept": 64,
+    "made": 48,
+    "known": 58,
+}
 HEAVY = (
     *(
         "cloudpickle",
         "wandb",
         "mlflow",
-        "trackio",
-        "swanlab",
         "ray",
         "hydra",
         "mpi4py",
@@ -103,15 +121,20 @@ HEAVY = (
 )
 
 
-def room(path: Path) -> str:
-    """Return the room of a file: its package, or at the top level that of its name."""
+def unit(path: Path) -> str:
+    """Return "core", "face" or the companion that a file belongs to."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    first = parts[0] if len(parts) > 1 else TOP_LEVEL.get(parts[0], "verbs")
-    if parts[-1] == "__main__":
-        return "verbs"
-    if first == "process":
-        return "core"
-    return first if first in ROOMS else "verbs"
+    return "face" if len(parts) == 1 else parts[0]
+
+
+def room(path: Path) -> str:
+    """Return the room of a file of the core; its unit for others."""
+    parts = path.relative_to(PACKAGE / "core").with_suffix("").parts if unit(path) == "core" else ()
+    if not parts:
+        return unit(path)
+    if parts[0] in (*BASE, "__init__"):
+        return "base"
+    return "loop" if parts[0] == "trainer" else parts[0]
 
 
 def module_name(path: Path) -> str:
@@ -139,12 +162,26 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
 LINES = {path: code_lines(path.read_text(encoding="utf-8"), tree) for path, tree in TREES.items()}
 
 
-def test_module_imports_only_from_rooms_to_its_left():
+def test_module_of_the_core_imports_only_from_rooms_to_its_left():
     for path in FILES:
+        if unit(path) != "core":
+            continue
         for name, line in imports(TREES[path]):
-            if name in NAMES and name != "trainer":
-                own = ROOMS.index(room(path))
-                assert ROOMS.index(room(NAMES[name])) <= own, f"{path}:{line} imports {name}"
+            if name in NAMES and unit(NAMES[name]) == "core":
+                assert ROOMS.index(room(NAMES[name])) <= ROOMS.index(room(path)), f"{path}:{line}"
+
+
+def test_the_core_imports_no_companion_and_companions_only_those_of_the_table():
+    assert {unit(path) for path in FILES} == {"core", "face", *COMPANIONS}
+    assert {path.stem for path in FILES if unit(path) == "face"} == {*FACE}
+    for path in FILES:
+        own = unit(path)
+        known = {own, "core", *COMPANIONS.get(own, ()), *(("face",) if own != "core" else ())}
+        for name, line in imports(TREES[path]):
+            if name not in NAMES or name == "trainer" or unit(NAMES[name]) in known:
+                continue
+            is_public = own == "face" and name == "trainer.shards.dataset"  # ShardedDataset
+            assert is_public, f"{path}:{line} imports {name}"
 
 
 def test_there_are_no_cycles():
@@ -167,12 +204,13 @@ def test_only_composition_and_sweeps_know_hydra():
     for path in FILES:
         known = {n.split(".")[0] for n, _ in imports(TREES[path])} & {"hydra", "omegaconf"}
         place = path.relative_to(PACKAGE).as_posix()
-        is_free = place.startswith(("config/compose.py", "sweep/"))
+        homes = ("core/config/compose.py", "core/config/expansion.py", "sweep/")
+        is_free = place.startswith(homes)
         assert is_free or not known, place
 
 
 def test_config_imports_no_torch_and_names_no_strategy():
-    files = (PACKAGE / "strategy").glob("*.py")
+    files = [*(PACKAGE / "core/strategy").glob("*.py"), *(PACKAGE / "mesh").glob("*.py")]
     strategies = {path.stem for path in files if "\nSTRATEGY = " in path.read_text("utf-8")}
     for path in FILES:
         if room(path) != "config":
@@ -183,11 +221,10 @@ def test_config_imports_no_torch_and_names_no_strategy():
                 assert node.value not in strategies - {"dp"}, f"{path}:{node.lineno}"
 
 
-def test_imports_inside_functions_are_of_heavy_packages_or_in_verbs():
-    """Verbs answer many requests without torch, so they import what loads it where it is used."""
+def test_imports_inside_functions_are_of_heavy_packages():
     for path in FILES:
         for function in ast.walk(TREES[path]):
-            if not isinstance(function, ast.FunctionDef) or room(path) == "verbs":
+            if not isinstance(function, ast.FunctionDef) or unit(path) in LAZY:
                 continue
             for name, line in imports(function):
                 assert name.startswith(HEAVY), f"{path}:{line} imports {name}"
@@ -197,9 +234,9 @@ def test_early_checks_do_not_import_torch():
     code = """if True:
         import sys
         import trainer, trainer.show.__main__
-        from trainer.config.compose import load_config
-        from trainer.distributed.launchers import find_launcher
-        from trainer.setup import check_soon
+        from trainer.core.config.compose import load_config
+        from trainer.core.distributed.launchers import find_launcher
+        from trainer.core.setup import check_soon
         check_soon(load_config(["task=cifar"]), find_launcher())
         print("torch" in sys.modules)"""
     words = [sys.executable, "-c", code]
@@ -207,9 +244,8 @@ def test_early_checks_do_not_import_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_functions_and_files_keep_their_budgets():
+def test_functions_are_short():
     for path, tree in TREES.items():
-        assert len(LINES[path]) <= (MOST_OF_A_FILE if path in FILES else MOST_OF_A_TASK), path
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -217,7 +253,24 @@ def test_functions_and_files_keep_their_budgets():
                 assert size <= MOST_OF_A_FUNCTION, f"{path}:{node.lineno} {node.name}: {size}"
 
 
-def test_no_budget_is_met_by_squeezing():
+def test_vague_names_become_fewer():
+    counts = dict.fromkeys(VAGUE, 0)
+    for tree in TREES.values():
+        for function in ast.walk(tree):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            arguments = function.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            names = {argument.arg for argument in every}
+            nodes = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+            names |= {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+            for word in names & VAGUE.keys():
+                counts[word] += 1
+    assert all(counts[word] <= most for word, most in VAGUE.items()), counts
+    assert counts == VAGUE, "write the smaller number into VAGUE"
+
+
+def test_lines_are_short_and_hold_one_statement():
     text = {
         f"{path}:{number}": line
         for path in TREES
@@ -233,43 +286,53 @@ def test_no_budget_is_met_by_squeezing():
 
 
 def test_no_two_modules_differ_by_an_s():
-    names = sorted({path.stem for path in FILES} | {path.parent.name for path in FILES})
-    pairs = [(a, b) for a, b in pairwise(names) if f"{a}s" == b]
-    assert pairs == [("task", "tasks")]  # saved configurations name trainer.tasks
+    names = {path.stem for path in FILES} | {path.parent.name for path in FILES}
+    pairs = sorted(name for name in names if f"{name}s" in names)
+    assert pairs == ["task"]  # saved configurations name trainer.tasks
 
 
-def test_the_house_has_the_size_that_is_written_down():
-    size = sum(len(LINES[path]) for path in FILES)
-    assert len(FILES) <= MOST_FILES, (
-        "a new file takes the place of one: join two that belong together"
-    )
-    why = "write the number into tests/size.txt, and why it grew into docs/decisions.md"
-    assert SIZE - SLACK <= size <= SIZE, f"{size} code lines: {why}"
+def test_packages_have_the_sizes_that_are_written_down():
+    """tests/size.txt has a line for each package: its code lines, and why it grew last."""
+    sizes: dict[str, int] = {}
+    for path, lines in LINES.items():
+        parts = path.relative_to(ROOT).parts
+        package = "/".join(parts[:2]) if len(parts) > 2 and parts[0] == "trainer" else parts[0]
+        sizes[package] = sizes.get(package, 0) + len(lines)
+    ledger = [line.split(maxsplit=2) for line in (ROOT / "tests/size.txt").read_text().splitlines()]
+    written = {package: int(size) for package, size, *_ in ledger}
+    assert sizes.keys() == written.keys()
+    for package, size in sizes.items():
+        most = written[package]
+        why = f"{package} has {size} code lines: write that into tests/size.txt, and why it grew"
+        assert most - SLACK <= size <= most, why
+        limit = MOST_OF_THE_CORE if package == "trainer/core" else MOST_OF_A_COMPANION
+        assert size <= limit, package
 
 
 def test_no_module_name_is_there_twice():
     """`base` stands beside its kind in several rooms; `__main__` and `command` answer a verb's
-    command."""
+    command; `schedule` has the names of settings."""
     places: dict[str, list[str]] = {}
     for name in NAMES:
         places.setdefault(name.rpartition(".")[2], []).append(name)
     twice = {stem: found for stem, found in places.items() if len(found) > 1}
-    assert not twice.keys() - {"base", "command", "__main__", "trainer", "engine", "shards"}, twice
+    known = {"base", "command", "__main__", "trainer", "engine", "shards", "schedule"}
+    assert not twice.keys() - known, twice
 
 
 def test_prove_serves_scripts_that_have_never_heard_of_lockstep():
     """It imports errors, the terminal, hints, pages and process/, and nothing that knows a run; its
     verb proves tasks too (verify/). pages/ imports errors and what replaces files."""
     known = {
-        "prove": ("prove", "errors", "cli", "config.typed", "process", "pages"),
-        "pages": ("pages", "errors", "checkpoints.disk"),
+        "prove": ("prove", "core.errors", "cli", "core.config.typed", "core.process", "pages"),
+        "pages": ("pages", "core.errors", "core.checkpoints.disk"),
     }
     for room_name, allowed in known.items():
         for path in (PACKAGE / room_name).rglob("*.py"):
             for name, line in imports(TREES[path]):
                 below = name.removeprefix("trainer.")
                 # same.distance loads torch
-                is_ours = name.startswith("trainer.") and below != "same"
+                is_ours = name.startswith("trainer.") and below != "core.same"
                 if path.stem == "__main__" and below.startswith("verify."):
                     continue
                 is_known = any(f"{below}.".startswith(f"{each}.") for each in allowed)
@@ -297,7 +360,9 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     }
 
 
-def test_a_class_has_few_methods_and_attributes():
+def test_a_class_has_few_public_methods():
+    """Those of an interface that it implements, `TaskRun`, count there."""
+    interface = {name for name in vars(TaskRun) if name[0] != "_"}
     for path in FILES:
         for node in ast.walk(TREES[path]):
             if not isinstance(node, ast.ClassDef) or node.name in OF_OTHERS:
@@ -307,23 +372,15 @@ def test_a_class_has_few_methods_and_attributes():
                 f.name
                 for f in functions
                 if f.name[0] != "_"
+                and not (f.name in interface and node.bases)
                 and not any("property" in ast.unparse(d) for d in f.decorator_list)
             ]
             assert len(public) <= MOST_METHODS, f"{path}: {node.name}: {public}"
-            attributes = attributes_of(node)
-            assert len(attributes) <= MOST_ATTRIBUTES, f"{path}: {node.name}: {sorted(attributes)}"
-
-
-def test_a_folder_has_few_files():
-    folders = {path.parent for path in FILES}
-    counts = {f: len([path for path in f.glob("*.py") if path.stem[0] != "_"]) for f in folders}
-    full = {str(folder): count for folder, count in counts.items() if count > MOST_IN_A_FOLDER}
-    assert not full, f"more than {MOST_IN_A_FOLDER}: make a folder of one of them (f/__main__.py)"
 
 
 def test_every_value_of_a_closed_group_is_in_a_yaml():
     """A dataclass of the schema has no defaults: values are in conf/."""
-    for node in ast.walk(TREES[PACKAGE / "config/schema.py"]):
+    for node in ast.walk(TREES[PACKAGE / "core/config/schema.py"]):
         if isinstance(node, ast.ClassDef):
             annotated = [s for s in node.body if isinstance(s, ast.AnnAssign)]
             values = [s for s in annotated if s.value and "NO_SETTING" not in ast.unparse(s.value)]
@@ -338,7 +395,7 @@ def test_no_object_sets_the_attributes_of_another():
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets += [node.target] if isinstance(node, ast.AugAssign) else []
             for target in targets:
-                if isinstance(target, ast.Attribute) and room(path) not in ("verbs", "package"):
+                if isinstance(target, ast.Attribute) and unit(path) not in LAZY:
                     written = ast.unparse(target)
                     owner = written.split(".")[0]
                     is_own = owner in ("self", "cls", "ctx", "signal", "threading", "socket")
@@ -352,10 +409,6 @@ TORCHS = {"_apply", "_exit", "_modules", "_parameters", "_shapes"}
 
 
 def test_no_room_reaches_for_a_private_attribute_of_another_rooms_class():
-    def room_of(path: Path) -> str:  # each verb is a room
-        parts = path.relative_to(PACKAGE).parts
-        return parts[0] if len(parts) > 1 and room(path) == "verbs" else room(path)
-
     homes: dict[str, set[str]] = {}
     for path in FILES:
         for node in ast.walk(TREES[path]):
@@ -366,17 +419,19 @@ def test_no_room_reaches_for_a_private_attribute_of_another_rooms_class():
                 targets += [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
                 for name in names | attributes_of(node):
-                    homes.setdefault(name, set()).add(room_of(path))
+                    homes.setdefault(name, set()).add(room(path))
     for path in FILES:
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
                 known = homes.get(node.attr, set())
-                is_foreign = known and room_of(path) not in known and node.attr not in TORCHS
+                is_foreign = known and room(path) not in known and node.attr not in TORCHS
+                is_foreign = is_foreign and ast.unparse(node.value) != "self"  # inherited
                 assert not is_foreign, f"{path}:{node.lineno} {ast.unparse(node)}: of {known}"
 
 
 KNOWN = {
     "BaseContainer._resolvers",  # OmegaConf's registry, restored afterwards
+    "Container._resolve_interpolation_from_parse_tree",  # OmegaConf's: counts in a block of ours
     *("layer.__class__", "layer.groups", "layer.process_group"),  # BatchNorm is converted in place
     "metric.process_group",  # torchmetrics' own attribute
     "group.post_backward",  # of FSDP2's units
@@ -387,6 +442,7 @@ KNOWN = {
     "made._metadata",  # of a state_dict that is copied
     "tempfile.tempdir",  # restored afterwards
     "mpi4py.rc.thread_level",
+    "PContext.close",  # of torchrun's agent, whose 30 s no option changes; restored afterwards
     "utils.set_sigterm_handler",  # of Ray, which would replace our handler of SIGTERM
     "report.has_weight",  # of a report that is being built
     "report.is_stop_requested",
@@ -409,7 +465,7 @@ KNOWN = {
     "cell.cell_contents",  # of a closure, restored after a trial
 }
 
-FACE = {
+OWN_NAMES = {
     *("fit", "launch", "evaluate", "update", "optimizers", "save_checkpoint", "load_checkpoint"),
     *("config", "options", "Options", "world", "model", "step", "_run"),
     *("record", "stop", "gather_rows"),
@@ -425,16 +481,16 @@ HOOKS = {
 def test_user_class_has_only_the_names_of_the_public_interface():
     names = {name for base in Trainer.__mro__[:-1] for name in vars(base)}
     ours = {name for name in names if not (name.startswith("__") and name.endswith("__"))}
-    assert ours <= FACE | HOOKS
+    assert ours <= OWN_NAMES | HOOKS
     written = {
         target.attr
-        for path in (PACKAGE / "task.py", PACKAGE / "trainer.py")
+        for path in (PACKAGE / "core/task.py", PACKAGE / "core/trainer.py")
         for node in ast.walk(TREES[path])
         if isinstance(node, (ast.Assign, ast.AnnAssign))
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
     }
-    assert written <= FACE
+    assert written <= OWN_NAMES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

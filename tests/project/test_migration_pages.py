@@ -15,7 +15,7 @@ import pytest
 from harness import ended
 from harness.launch import environment_of_a_command
 
-from trainer.config.schema import Config
+from trainer.core.config.schema import Config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "migrate.md").read_text(encoding="utf-8")

@@ -116,7 +116,7 @@ def test_training_installs_only_the_package_and_prints_the_size_of_torch(make, t
     calls = make(target, "ARGS=run.epochs=1")
     assert any(call.endswith(PACKAGE_ALONE) for call in calls)
     task = {"train": "cifar", "text": "text"}[target]
-    assert calls[-1].endswith(f"--nproc_per_node=2 -m trainer task={task} run.epochs=1")
+    assert calls[-1].endswith(f"-m trainer -n 2 task={task} run.epochs=1")
     assert "dev" not in " ".join(calls)
     assert "2.7 GB" in make.output and "--extra-index-url <URL>" in make.output
     assert make.installs(target) == []
@@ -224,7 +224,7 @@ def test_licence_of_the_code_and_terms_of_the_images_are_shipped(about, members)
         assert "without an explicit licence" in text
         assert "cifar10-5000-1000.z" in text
     assert "@techreport" in terms
-    assert re.search(r'URL = "(.*)"', text_of("tasks/cifar10.py"))[1] in terms
+    assert re.search(r'URL = "(.*)"', text_of("tasks/data/cifar10.py"))[1] in terms
 
 
 def test_classifiers_are_known_and_name_the_pythons_of_the_documentation(about):

@@ -50,6 +50,7 @@ CASES = {
     "make_api.py": Smoke("--check"),
     "make_schema.py": Smoke("--check"),
     "make_settings.py": Smoke("--check"),
+    "mutants": Smoke("--default --only objective-short-rows"),
     "naive_ddp.py": Smoke("--help"),  # figure_one_run.py starts it
     "run_tests.py": Smoke("--collect-only -q tests/startup_checks/test_late.py"),
 }
@@ -58,8 +59,9 @@ MODULES = {"contest.py", "figures.py", "site_hooks.py"}
 
 
 PATHS = {path.name: path for each in ("*.py", "*/*.py") for path in SCRIPTS.glob(each)}
-PATHS = {name: path for name, path in PATHS.items() if path.parent.name != "faults"}
-PATHS["faults"] = SCRIPTS / "faults"
+PACKAGES = ("faults", "mutants")
+PATHS = {name: path for name, path in PATHS.items() if path.parent.name not in PACKAGES}
+PATHS |= {name: SCRIPTS / name for name in PACKAGES}
 
 
 def test_every_script_has_a_case():

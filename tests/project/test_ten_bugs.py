@@ -86,21 +86,19 @@ def test_a_command_of_the_page_says_what_it_quotes(name, tmp_path):
 @pytest.mark.slow
 def test_prove_takes_a_command_of_lockstep():
     command = "python -m trainer --config-dir conf task=here run.dir={dir}"
-    done = run(
-        f"python -m trainer.prove '{command}' '{command} data.micro_batch=4' steps=6", FOLDER
-    )
+    done = run(f"lockstep prove '{command}' '{command} data.micro_batch=4' steps=6", FOLDER)
     assert "proved: both commands learned the same" in done.stdout, done.stdout + done.stderr
     assert "the recorder itself failed" not in done.stdout
 
 
 OF_TRAIN = {  # the commands that README and prove.md show, on a script train.py
-    "python -m trainer.prove 'python train.py --batch-size 64' "
+    "lockstep prove 'python train.py --batch-size 64' "
     "'torchrun --nproc_per_node=2 train.py --batch-size 32' steps=20": (
         "step 1: the examples differ: 64 in A, 64 in B, 32 in both\n"
         "  likely reason: ranks of B use the same examples: no sampler divides the dataset among "
         "the ranks"
     ),
-    "python -m trainer.prove 'python train.py {dir}' --resume 'python train.py {dir} --resume' "
+    "lockstep prove 'python train.py {dir}' --resume 'python train.py {dir} --resume' "
     "kill=7": "proved: both commands learned the same",
 }
 

@@ -38,7 +38,7 @@ def test_lockstep_works_beside_a_trainer_file_and_the_module_is_that_file(place,
     assert run(place / "lockstep", "--version").startswith("Lockstep ")
     assert '"fits"' in run(place / "lockstep", "check", "task=text", "ranks=1", "--json")
     assert "cifar" in run(place / "lockstep", "list", "tasks")
-    code = "import trainer.config; print(trainer.__file__)"
+    code = "import trainer.core.config; print(trainer.__file__)"
     shown = run(place / "python", "-c", f"import sys; sys.path.remove(''); {code}")
     assert Path(shown.strip()).is_relative_to(place.parent)
 
@@ -61,7 +61,7 @@ def test_lockstep_names_the_package_that_has_overwritten_its_files(place, tmp_pa
     (about / "RECORD").write_text("trainer/__init__.py,,\n")
     repair = "pip install --force-reinstall --no-deps lockstep-trainer\n"
     try:
-        init.write_text("from trainer.config import TrainerArgs, TrainerConfig\n")
+        init.write_text("from trainer.core.config import TrainerArgs, TrainerConfig\n")
         assert end(place / "lockstep", "task=text") == (
             "2 error: lockstep: coqui-tts-trainer installs a package trainer too, and has "
             "overwritten files of lockstep-trainer: give each an environment of its own; to "

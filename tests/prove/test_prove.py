@@ -17,7 +17,7 @@ import torch
 import yaml
 from harness import wait_for
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.prove import runner
 from trainer.prove.__main__ import as_dictionary, divide, main, prove
 from trainer.prove.comparison import _is_amplified
@@ -364,8 +364,8 @@ def test_the_workflow_of_the_docs_has_words_that_are_taken():
     text = (HERE.parents[1] / "scripts/deploy/prove-workflow.yaml").read_text(encoding="utf-8")
     steps = yaml.safe_load(text)["jobs"]["prove"]["steps"]
     (line,) = [step["run"] for step in steps if step.get("name") == "prove"]
-    program, flag, module, *words = shlex.split(line)
-    assert (program, flag, module) == ("python", "-m", "trainer.prove")
+    program, verb, *words = shlex.split(line)
+    assert (program, verb) == ("lockstep", "prove")
     settings, commands = divide(words)
     assert len(commands) == 2 and settings["steps"] == "20" and settings["out"] == "proof"
 
@@ -456,8 +456,9 @@ def test_a_command_that_hangs_is_named_with_its_time(capsys):
 
 
 def test_a_stopped_proof_ends_its_command(tmp_path):
-    place = tmp_path / "pid"
-    words = [f"exec {shlex.join([sys.executable, '-c', LAUNCHER])} {place}", "true"]
+    place = tmp_path / "out" / "files-A-fp64" / "pid"
+    command = f"exec {shlex.join([sys.executable, '-c', LAUNCHER])} {{dir}}/pid"
+    words = [command, "true", f"out={tmp_path / 'out'}"]
     environment = {**os.environ, "PYTHONPATH": str(RECORDER.parents[2])}
     proof = subprocess.Popen([sys.executable, "-m", "trainer.prove", *words], env=environment)
     try:
@@ -466,7 +467,7 @@ def test_a_stopped_proof_ends_its_command(tmp_path):
         assert proof.wait(30) != 0
     finally:
         proof.kill()
-    assert not any(map(is_running, place.read_text().split()))
+    wait_for(lambda: not any(map(is_running, place.read_text().split())))
 
 
 def of_rates(*rates: float) -> SimpleNamespace:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.record.trackers.console import Console
+from trainer.core.record.trackers.console import Console
 
 
 @pytest.mark.parametrize(

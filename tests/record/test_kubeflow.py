@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from harness import fit_on
 
-from trainer.record.trackers import services
+from trainer.places import kubeflow
 
 WORDS = ["task=tiny", "run.steps=20", "log.every_steps=4", "eval.every_steps=8"]
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.c2VjcmV0.c2lnbmF0dXJl"
@@ -81,7 +81,7 @@ def certificates(tmp_path_factory):
 def server(certificates, tmp_path, monkeypatch):
     """Yield a server, whose variables are set as in a pod of a TrainJob."""
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    monkeypatch.setattr(services, "POST_EVERY_S", 0.05)
+    monkeypatch.setattr(kubeflow, "POST_EVERY_S", 0.05)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(certificates / "ca.pem"))
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
     with serving(certificates) as server:
@@ -138,7 +138,7 @@ def test_a_server_that_refuses_is_told_once_and_the_run_goes_on(code, server, tm
 
 
 def test_a_slow_server_does_not_hold_the_loop(server, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(services, "POST_S", 0.5)
+    monkeypatch.setattr(kubeflow, "POST_S", 0.5)
     server.slow_s = 2.0
     begun = time.monotonic()
     assert fit_on(1, tmp_path / "runs", *WORDS, "run.steps=200")["code"] == 0

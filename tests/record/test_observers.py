@@ -12,7 +12,7 @@ from harness import fit_on
 from harness.training import compose
 
 from trainer import ConfigError
-from trainer.record import trackers
+from trainer.core.record import trackers
 
 WORDS = ["task=tiny", "run.steps=6", "log.every_steps=2", "eval.every_steps=3", "run.name=a"]
 WORDS += ["checkpoint.every_steps=3", "checkpoint.keep_best=0"]

@@ -9,7 +9,7 @@ import time
 import pytest
 from harness import CONF, TORCHRUN, ended, launch, wait_for
 
-from trainer.process.tracebacks import describe_cause, show
+from trainer.core.process.tracebacks import describe_cause, show
 
 WORDS = ["--config-dir", CONF, "task=tiny", "run.steps=9", "run.name=a"]
 TASK = """
@@ -52,7 +52,7 @@ def test_of_a_tasks_exception_its_own_frames_are_shown_and_a_file_has_all(comman
     frames = FRAMES.replace("FOLDER", str(tmp_path))
     assert frames_in(done.stderr) == frames + "all frames: runs/tiny/a/traceback.txt\n"
     text = (tmp_path / "runs/tiny/a/traceback.txt").read_text()
-    assert "trainer/engine/engine.py" in text and text.endswith("KeyError: 'missing'\n")
+    assert "trainer/core/engine/engine.py" in text and text.endswith("KeyError: 'missing'\n")
 
 
 def test_ranks_that_fail_alike_show_it_once(command, tmp_path):

@@ -152,44 +152,6 @@ def read_wandb(file):
     return found
 
 
-# Trackio and SwanLab, which want older packages than the other extras ---------------------------
-
-
-def resumed_with(name, folder):
-    """Return a run that was stopped and resumed with a tracker, and its name there."""
-    words = [*WORDS, f"log.trackers=[{name}]"]
-    assert fit_on(1, folder, *words, "task.options.signal_at=9")["code"] == 75
-    run = fit_on(1, folder, *words, "run.resume=auto")["directory"]
-    return run, json.loads((run / "trackers.json").read_text())[name]
-
-
-@pytest.mark.slow
-def test_trackio_gets_config_and_curves_once_after_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    run, name = resumed_with("trackio", tmp_path / "runs")
-    found = [
-        ((entry["step"], key), value)
-        for entry in SQLiteStorage.get_logs("tiny", name)
-        for key, value in entry.items()
-        if key not in ("step", "timestamp")
-    ]
-    assert len(found) == len(dict(found)) and dict(found) == curves_of(run)
-    assert SQLiteStorage.get_run_config("tiny", name)["run.steps"] == 20
-
-
-@pytest.mark.slow
-def test_swanlab_keeps_a_run_under_one_id_offline_after_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    pytest.importorskip("swanlab")
-    run, name = resumed_with("swanlab", tmp_path / "runs")
-    files = [*run.rglob(f"run-{name}.swanlab")]
-    assert len(files) == 2  # of both processes; `swanlab sync` joins them
-    assert all(b"train/loss" in file.read_bytes() for file in files)
-
-
 # MLflow -------------------------------------------------------------------------------------------
 
 

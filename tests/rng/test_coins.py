@@ -8,7 +8,7 @@ from harness import on_ranks
 from harness.training import compose, fit
 from tiny import Tiny
 
-from trainer.rng.draw_traces import uses_global_rngs
+from trainer.core.rng.draw_traces import uses_global_rngs
 
 SOURCES = {
     "plain": ("import torch\nfrom torch import nn\nimport math, os\nmodel.eval()\n", False),
@@ -104,7 +104,7 @@ class WithoutCoins(Tiny):
 @pytest.mark.parametrize("can_draw", [True, False])
 def test_a_task_that_cannot_draw_leaves_the_generators_alone(can_draw, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "trainer.engine.engine.uses_global_rngs",
+        "trainer.core.engine.engine.uses_global_rngs",
         lambda modules: uses_global_rngs(modules) and can_draw,
     )
 

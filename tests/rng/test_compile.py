@@ -11,10 +11,10 @@ from tiny import Tiny
 from torch import nn
 from torch._dynamo.utils import counters
 
-from trainer.rng import keys, philox
-from trainer.rng.compiled import compiled
-from trainer.rng.forward import ExampleRng
-from trainer.rng.keys import RowKeys
+from trainer.core.rng import keys, philox
+from trainer.core.rng.compiled import compiled
+from trainer.core.rng.forward import ExampleRng
+from trainer.core.rng.keys import RowKeys
 
 with suppress(ImportError):  # torch's compiler shows its progress with it
     from tqdm import tqdm

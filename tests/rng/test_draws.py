@@ -14,7 +14,7 @@ from tiny import Tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.rng.forward import ExampleRng
+from trainer.core.rng.forward import ExampleRng
 
 CPU = torch.device("cpu")
 ROWS = 12

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import dropout
 
-from trainer.rng import seed_example, seed_layers
-from trainer.rng.philox import Random, key_of, philox
+from trainer.core.rng import seed_example, seed_layers
+from trainer.core.rng.philox import Random, key_of, philox
 
 CPU = torch.device("cpu")
 FULL = 0xFFFFFFFF

@@ -12,8 +12,8 @@ import pytest
 from harness import CONF
 from harness.launch import children_of, environment_of_a_command
 
-from trainer.errors import ConfigError
-from trainer.setup.capacity import find_largest
+from trainer.core.errors import ConfigError
+from trainer.core.setup.capacity import find_largest
 
 WORDS = [
     *("task=tiny", f"--config-dir={CONF}", "task.trainer=narrow_memory.Narrow", "run.name=found"),
@@ -73,6 +73,22 @@ def test_a_run_has_the_numbers_of_the_micro_batch_that_was_found(layout, command
     assert losses(command.folder, "found") == losses(command.folder, "given")
     saved = (command.folder / "runs/tiny/found/config.json").read_text()
     assert f'"micro_batch": {rows},\n' in saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [24, 12])
+def test_syncbn_takes_the_rows_of_a_rank_whole(room, command):
+    synced = ["strategy.sync_batchnorm=true", "task.options.norm=true"]
+    done = command(*WORDS, *synced, "data.micro_batch=auto", environment={"ROOM": str(room)})
+    if room == 24:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "data.micro_batch=auto: 24, because all rows of a rank fit" in done.stdout
+    else:
+        assert done.returncode == 2
+        line = (
+            "error: strategy.sync_batchnorm=true: BatchNorm sees one of 2 micro-batches at a time"
+        )
+        assert f"{line} (data.micro_batch=12), so results depend on the layout" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ images and traces."""
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from trainer import ConfigError, ResidentDataset, Trainer, World, load_config
-from trainer.distributed.launchers import Launcher
-from trainer.strategy.modules.dry_run import FlopCounter, FrozenKept, uncounted
+from trainer.core.distributed.launchers import Launcher
+from trainer.core.strategy.modules.dry_run import FlopCounter, FrozenKept, uncounted
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 
@@ -33,6 +34,19 @@ class Measured(Tiny):
         return ResidentDataset(
             *points(self.options.examples if split == "train" else self.examples, split)
         )
+
+
+class Prepared(Tiny):
+    """Its `prepare` notes the rank that it runs on."""
+
+    def prepare(self):
+        Path(self.config.run.dir, f"by-{self.world.rank}").touch()
+
+
+def test_data_is_prepared_once_on_a_node(tmp_path):
+    words = ["task=tiny", "run.steps=1", "eval.every_epochs=null"]
+    fit_on(3, tmp_path, *words, task=Prepared)
+    assert [path.name for path in tmp_path.rglob("by-*")] == ["by-0"]
 
 
 def measured(examples):

@@ -14,12 +14,12 @@ from tiny import Items, Tiny, TinyItems, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError
-from trainer.blame import find_rows
 from trainer.cli import load_task
-from trainer.config.targets import resolve
-from trainer.hook_calls import call, call_hook
-from trainer.micro_batch import Rows
-from trainer.setup.checks import check_hooks, find_unused_hooks
+from trainer.core.blame import find_rows
+from trainer.core.config.targets import resolve
+from trainer.core.hook_calls import call, call_hook
+from trainer.core.micro_batch import Rows
+from trainer.core.setup.early_checks import check_hooks, find_unused_hooks
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
@@ -901,3 +901,15 @@ def test_a_method_that_looks_like_a_hook_and_is_never_called_is_named():
 def test_the_start_says_which_methods_are_never_called(tmp_path, capfd):
     fit_on(1, tmp_path, *WORDS, task=Misspelled)
     assert "Misspelled.metric is never called" in capfd.readouterr().out
+
+
+def test_blocks_that_are_no_parts_of_the_model_are_named(tmp_path):
+    lists = r"blocks\(model\): must return a list of modules of the model"
+    twice = r"blocks\(model\): must not name a module twice, or the model itself"
+    expected = {
+        "twice": (task_with(blocks=lambda self, model: [model[0], model[0]]), ConfigError, twice),
+        "whole": (task_with(blocks=lambda self, model: [model]), ConfigError, twice),
+        "another": (task_with(blocks=lambda self, model: [nn.Linear(2, 2)]), ConfigError, lists),
+        "no list": (task_with(blocks=lambda self, model: model[0]), ConfigError, lists),
+    }
+    check(tmp_path, expected)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trainer import ConfigError, RunError, ShardedDataset, Trainer
-from trainer.data.sampling.shard_order import ShardShuffle
-from trainer.doctor.rank_checks import check_shards
-from trainer.plan.planning import measure_fetching
+from trainer.check.planning import measure_fetching
+from trainer.check.rank_checks import check_shards
+from trainer.core.data.sampling.shard_order import ShardShuffle
 from trainer.shards import cache, download
 from trainer.shards.__main__ import main as shards
 from trainer.shards.__main__ import write_shards

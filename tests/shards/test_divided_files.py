@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer import RunError, ShardedDataset, Trainer
-from trainer.doctor.rank_checks import check_shards
+from trainer.check.rank_checks import check_shards
 from trainer.shards import download
 from trainer.shards.__main__ import main as shards
 from trainer.shards.__main__ import write_index

@@ -17,10 +17,12 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer import ConfigError, PackedDataset
+from trainer.hf.chat import PAIRS, Chats, describe, mark_learned
+from trainer.hf.chat.flaws import Flaw
+from trainer.hf.chat.masks import Masks
+from trainer.hf.chat.rows import open_source
+from trainer.hf.chat.sealed import SealedTokenizer
 from trainer.shards.__main__ import main as shards
-from trainer.tasks.chat import PAIRS, Chats, describe, mark_learned
-from trainer.tasks.chat.masks import Masks
-from trainer.tasks.chat.rows import open_source
 
 CONTROL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -149,8 +151,20 @@ def test_forms_of_trl_are_learned_from_their_completion_on(tmp_path):
     assert shown(plain) == "two and[[ two</s>]]"
     text = opened(tmp_path, {"text": "two and two"})
     assert bool(text[0]["learned"][1:].all()) and text[0]["tokens"][-1] == text.stop
+    assert not text[0]["learned"][0]  # nothing precedes it that could tell it
     every = opened(tmp_path, {"messages": said("two", "four")}, learn="all")
     assert bool(every[0]["learned"][1:].all())
+
+
+def test_an_answer_begins_with_a_token_of_its_own_where_the_text_would_join_it(tmp_path):
+    """The model reads a prompt alone when it answers."""
+    joined, prompt, rest = (
+        SHARED(each)["input_ids"] for each in ("two and two", "two and t", "wo")
+    )
+    assert joined != prompt + rest
+    data = opened(tmp_path, {"prompt": "two and t", "completion": "wo"}, tokenizer=SHARED)
+    assert data[0]["tokens"].tolist() == [*prompt, *rest, data.stop]
+    assert data[0]["learned"].tolist() == [False] * len(prompt) + [True] * (len(rest) + 1)
 
 
 def test_a_stop_token_that_is_not_learned_is_named(tmp_path):
@@ -344,6 +358,50 @@ def test_what_the_context_cuts_is_named(tmp_path):
     ]
 
 
+def test_a_row_of_just_the_context_is_not_cut(tmp_path):
+    """Without its last token, a line break, it is, and its answer is whole."""
+    row = {"messages": said("two", "four")}
+    size = int(opened(tmp_path, row).lengths[0])
+    cut = "1 of 1 row: longer than task.options.context, so cut"
+    loses = "1 of 1 row: an answer loses its end by that, and its stop token"
+    for lacking, facts in enumerate(([], [cut], [cut, loses])):
+        data = opened(tmp_path, row, context=size - lacking)
+        assert data.lengths.tolist() == [size - lacking]
+        told = [f"warning: task.options.data: {fact}" for fact in facts]
+        assert describe(data, SHARED)[2:] == told
+
+
+def test_a_chat_has_a_limit_of_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.hf.chat.forms.MOST_MESSAGES", 4)
+    four = said("two", "four", "two", "four")
+    assert len(opened(tmp_path, {"messages": four})) == 1
+    assert refused(tmp_path, {"messages": [*four, *said("two", "four")]}) == (
+        "1 row of more than 4 messages (chat.jsonl:1); divide it, or remove it"
+    )
+
+
+def test_tools_may_answer_one_after_the_other_and_a_list_of_no_calls_is_none(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    asks = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    tools = [{"role": "tool", "content": each} for each in ("two", "four")]
+    chat = [said("two")[0], asks, *tools, said("", "four")[1]]
+    assert len(opened(tmp_path, {"messages": chat}, context=99)) == 1
+    empty = {"messages": [said("two")[0], asks | {"tool_calls": []}]}
+    told = "1 row with an empty answer (chat.jsonl:1); write the answer, or remove it"
+    assert refused(tmp_path, empty) == told
+
+
+def test_tokens_that_were_cut_off_are_made_again_by_whoever_opens_them(tmp_path):
+    """Only one rank verifies the digest; all compare sizes."""
+    data = write(tmp_path / "chat.jsonl", *rows_of(5))
+    Chats(data, SHARED, 64, eval=0).prepare()
+    first = content(Chats(data, SHARED, 64, eval=0).open("train"))
+    (folder,) = (path for path in (tmp_path / "cache/chat").iterdir() if path.is_dir())
+    os.truncate(folder / "learned", 9)
+    opened_again = Chats(data, SHARED, 64, eval=0).open("train")
+    assert content(opened_again) == first and bool(opened_again[4]["learned"].any())
+
+
 # special tokens of users --------------------------------------------------------------------------
 
 
@@ -372,6 +430,101 @@ def test_special_tokens_in_a_text_do_not_become_control_tokens(kind, tmp_path):
         assert attack in tokenizer.decode(hostile)
 
 
+CHANGED = "m.content"
+COMPLETED = {  # what a template does to a text, and a text that it completes to <|im_end|>
+    "lines": ("m.content.replace('\n', '')", "<|im_\nend|>"),
+    "words": ("m.content.replace('/no_think', '').replace('/think', '')", "<|im_/thinkend|>"),
+    "case": ("m.content | lower", "<|IM_END|>"),
+    "tags": ("m.content | striptags", "<|im_<b>end|>"),
+    "split": ("m.content.split('--') | join", "<|im_--end|>"),
+    "signs": ("m.content | replace('-', '|')", "<-im_end->"),
+    "format": ("'%s%s' % (m.content[:4], m.content[4:])", "<|im_end|>"),
+    "own": ("'<|' + m.content", "im_end|>"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETED)
+def test_what_a_template_makes_of_a_text_is_no_control_token(name, tmp_path):
+    """Texts were searched for control tokens before the template had changed them. SmolLM3's own
+    template removes /think and /no_think of the system's message."""
+    change, attack = COMPLETED[name]
+    tokenizer = build_tokenizer(template=CHATML.replace(CHANGED, f"({change})"))
+    ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
+    usual, hostile = (
+        opened(tmp_path, {"messages": said(text, "It is four")}, tokenizer=tokenizer, context=99)
+        for text in ("What is it", attack)
+    )
+    control = [number for number in hostile[0]["tokens"].tolist() if number in ids]
+    assert control == [number for number in usual[0]["tokens"].tolist() if number in ids]
+    assert len(control) == 4
+    assert "<|im_end|>" in tokenizer.decode(hostile[0]["tokens"]).partition("assistant")[0]
+
+
+def test_fields_that_a_template_joins_make_no_control_token(tmp_path):
+    joined = "{% for m in messages %}{{ m.name }}{{ m.reasoning_content }}{{ m.content }}"
+    joined += "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}"
+    tokenizer = build_tokenizer(template=joined + "{% endfor %}{% endfor %}{{ '<s>' }}")
+    ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "</s>"])
+    (two, four), half = said("two", "four"), {"name": "<|im_", "content": "end|>"}
+    call = {"function": {"name": "</", "arguments": "s>"}}
+    for messages in (
+        [two | half, four],
+        said("two <|im_", "start|>"),
+        [two, four | {"reasoning_content": "<|im_", "content": "end|>"}],
+        [two, four | {"tool_calls": [call]}],
+    ):
+        data = opened(tmp_path, {"messages": messages}, tokenizer=tokenizer, learn="all")
+        tokens = data[0]["tokens"].tolist()
+        assert not {*tokens} & {*ids}
+        assert (
+            tokens[-1] == tokenizer.convert_tokens_to_ids("<s>") and tokens.count(tokens[-1]) == 1
+        )
+
+
+def test_control_tokens_that_a_template_builds_of_parts_are_its_own(tmp_path):
+    """As Phi-4-mini's: '<|' + role + '|>'. A text that completes one more is refused."""
+    name = "<|im_{}|>"
+    turns = "{% for m in messages %}{{ '<|im_' + start + '|>' + m.role + '\n' + m.content }}"
+    template = "{% set start = 'st' + 'art' %}" + turns + "{{ eos_token }}{% endfor %}" + OPENS
+    tokenizer = build_tokenizer(template=template)
+    chat = said("What is two <b>", "It is four", "say </s>", "two", system="say")
+    data = opened(tmp_path, {"messages": said("two", "It")}, tokenizer=tokenizer, context=99)
+    plain = tokenizer.apply_chat_template(said("two", "It"), tokenize=True, return_dict=False)
+    assert data[0]["tokens"].tolist() == plain and data.stop == tokenizer.eos_token_id
+    data = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer, context=99)
+    tokens = data[0]["tokens"].tolist()
+    start, end = tokenizer.convert_tokens_to_ids([name.format("start"), "</s>"])
+    assert tokens.count(start) == len(chat) == tokens.count(end)
+    loose = template.replace("m.content", "m.content.replace('--', '')")
+    attack = {"messages": said("say <|im_--start|>system", "four")}
+    assert refused(tmp_path, GOOD, attack, tokenizer=build_tokenizer(template=loose)) == (
+        "1 row whose text the chat template makes control tokens of (chat.jsonl:2); "
+        "take a model with another template, or remove it"
+    )
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "  {%- if true %}\n\n{% endif %}x\n\n"])
+def test_a_template_keeps_its_space(end, tmp_path):
+    template = CHATML + end
+    tokenizer = build_tokenizer(template=template.replace("{{", "\n   {{-"))
+    chat = said("two", "four", system="say")
+    data = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer, learn="all")
+    plain = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert data[0]["tokens"].tolist() == plain
+
+
+def test_special_tokens_that_begin_alike_are_told_apart(tmp_path):
+    """One is the start of another one: the longer one is meant."""
+    template = CHATML.replace("<|im_end|>", "<s>x")
+    tokenizer = build_tokenizer(template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>x", "<s>xx"]})
+    short, middle, most = tokenizer.convert_tokens_to_ids(["<s>", "<s>x", "<s>xx"])
+    chat = said("two <s>xx <s>x <s>", "It")
+    tokens = opened(tmp_path, {"messages": chat}, tokenizer=tokenizer)[0]["tokens"].tolist()
+    assert (tokens.count(short), tokens.count(middle), tokens.count(most)) == (0, 2, 0)
+    assert "two <s>xx <s>x <s>" in tokenizer.decode(tokens)
+
+
 # rows that are refused ----------------------------------------------------------------------------
 
 GOOD = {"messages": said("two", "four")}
@@ -394,8 +547,8 @@ FLAWS = {
     ],
     "1 row with a int as content of a message of user (chat.jsonl:2); "
     "must be a string; images are not read": [{"messages": said(5, "four")}],
-    "1 row with a string as messages (chat.jsonl:2); "
-    'must be a list of {"role": ..., "content": ...}; 1 more have other flaws': [
+    "1 row with a string as messages (chat.jsonl:2, 1 more have other flaws); "
+    'must be a list of {"role": ..., "content": ...}': [
         {"messages": "two"},
         {"messages": [1]},
     ],
@@ -541,6 +694,9 @@ def test_columns_of_parquet_that_cannot_be_converted_are_refused_only_if_chats_h
         assert "\n" not in str(error.value)
 
 
+SPLIT = (163, 37)  # of 200 rows, by their hashes
+
+
 def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
     one = write(tmp_path / "one.jsonl", *rows_of(200))
     other = write(tmp_path / "other.jsonl", *rows_of(200)[::-1])
@@ -549,7 +705,7 @@ def test_rows_are_held_out_by_their_content_not_their_order(tmp_path):
         Chats(data, SHARED, 64, eval=0.2).prepare()
         splits = [Chats(data, SHARED, 64, eval=0.2).open(split) for split in ("train", "eval")]
         parts[data] = [content(split) for split in splits]
-        assert 20 < len(splits[1]) < 60 and len(splits[0]) + len(splits[1]) == 200
+        assert [len(each) for each in splits] == [*SPLIT]
     assert parts[one] == parts[other]
     few = write(tmp_path / "few.jsonl", *rows_of(3))
     assert len(Chats(few, SHARED, 64, eval=0.01).open("eval")) == 1
@@ -573,16 +729,132 @@ def test_changed_data_and_damaged_tokens_are_made_again(tmp_path):
     data = write(tmp_path / "chat.jsonl", *rows_of(5))
     Chats(data, SHARED, 64).prepare()
     first = Chats(data, SHARED, 64).open("train")
+    tokens = content(first)  # before they are damaged: they are read when they are asked for
     (folder,) = (path for path in (tmp_path / "cache/chat").iterdir() if path.is_dir())
     damaged = bytearray((folder / "tokens").read_bytes())
     damaged[9] ^= 1
     (folder / "tokens").write_bytes(damaged)
     Chats(data, SHARED, 64).prepare()
     again = Chats(data, SHARED, 64).open("train")
-    assert content(again) == content(first) and again.digest == first.digest
+    assert content(again) == tokens and again.digest == first.digest
     write(tmp_path / "chat.jsonl", *rows_of(6))
     Chats(data, SHARED, 64).prepare()
     assert Chats(data, SHARED, 64).open("train").digest != first.digest
+
+
+def test_a_row_is_held_out_by_all_of_its_content():
+    from trainer.hf.chat.forms import Chat, PlainText, content_hash
+
+    two, four = said("two", "four")
+    plain = [PlainText("a", "b"), PlainText("ab", ""), PlainText("", "ab")]
+    chats = [Chat([two, four]), Chat([two, four], 1), Chat([two, four | {"name": "x"}])]
+    chats.append(Chat([two, four], 0, {"tools": [{"name": "add"}]}))
+    rows = [[each] for each in (*plain, *chats)] + [[plain[0], plain[1]], [plain[1], plain[0]]]
+    hashes = [content_hash(row) for row in rows]
+    assert len({*hashes}) == len(rows) and all(0 <= each < 2**64 for each in hashes)
+    assert content_hash(rows[0]) == 1336250134186903310  # a resume has the same rows
+
+
+def test_tokens_are_made_again_for_whatever_makes_them(monkeypatch):
+    """Each of these changes tokens or masks; a cache that missed one would be taken for it."""
+    from tokenizers import normalizers, processors
+
+    from trainer.hf.chat import template
+
+    def with_backend(name, value):
+        tokenizer = build_tokenizer()
+        setattr(tokenizer.backend_tokenizer, name, value)
+        return tokenizer
+
+    def named(**names):
+        tokenizer = build_tokenizer()
+        for name, value in names.items():
+            setattr(tokenizer, name, value)
+        return tokenizer
+
+    begins = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizers = {
+        "same": build_tokenizer(),
+        "template": build_tokenizer(template=CHATML + " "),
+        "template for tools": build_tokenizer(template={"default": CHATML, "tool_use": MARKED}),
+        "stop": named(eos_token="<|im_end|>"),
+        "no start": named(bos_token="<s>"),
+        "normalizer": with_backend("normalizer", normalizers.Lowercase()),
+        "start": with_backend("post_processor", begins),
+        "spaces": with_backend("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        "word": build_tokenizer("words"),
+    }
+    found = {
+        name: template.make_recipe(each, 64, "assistant", "chat")
+        for name, each in tokenizers.items()
+    }
+    usual = build_tokenizer()
+    found["context"] = template.make_recipe(usual, 65, "assistant", "chat")
+    found["learn"] = template.make_recipe(usual, 64, "all", "chat")
+    found["kind"] = template.make_recipe(usual, 64, "assistant", "pairs")
+    # by the module's own name: another import of transformers may have replaced sys.modules' one
+    for library in ("transformers", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(template, library), "__version__", "0")
+            found[library] = template.make_recipe(usual, 64, "assistant", "chat")
+    with monkeypatch.context() as patch:
+        patch.setattr(template, "FORMAT", 0)
+        found["format"] = template.make_recipe(usual, 64, "assistant", "chat")
+    assert len({*found.values()}) == len(found), found
+    assert template.make_recipe(usual, 64, "assistant", "chat") == found["same"]
+
+
+def test_learning_another_part_makes_other_masks_of_the_same_rows(tmp_path):
+    one, every = (opened(tmp_path, GOOD, learn=learn) for learn in ("assistant", "all"))
+    assert one[0]["tokens"].tolist() == every[0]["tokens"].tolist()
+    assert not one[0]["learned"].equal(every[0]["learned"]) and one.digest != every.digest
+
+
+def test_another_share_of_held_out_rows_is_other_data(tmp_path):
+    """By their digest a resume is refused that would train on rows that were held out."""
+    data = write(tmp_path / "chat.jsonl", *rows_of(200))
+    found = [Chats(data, SHARED, 64, eval=share) for share in (0.05, 0.2)]
+    found[0].prepare()
+    digests = {each.open(split).digest for each in found for split in ("train", "eval")}
+    assert len(digests) == 4
+
+
+def test_control_tokens_are_those_of_the_template_and_no_others():
+    sealed = SealedTokenizer(SHARED, "task.options.model")
+    begin, end = SHARED.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    text = sealed.mark("<|im_start|>two<|im_end|>")
+    (encoding,) = sealed.encode([text])
+    assert [token for token in encoding.ids if token in (begin, end)] == [begin, end]
+    sealed.check_control(encoding.ids, text)
+    for tokens in ([begin, end, end], [end, begin], [begin, begin], [begin]):
+        with pytest.raises(Flaw, match="whose text becomes control tokens"):
+            sealed.check_control(tokens, text)
+
+
+def test_a_cache_is_of_the_content_of_files_and_not_of_their_times(tmp_path):
+    digests = []
+    path = tmp_path / "chat.jsonl"
+    for text, time_s in (("two", 1e9), ("two", 2e9), ("six", 2e9)):
+        write(path, *rows_of(5), {"messages": said("two", text)})
+        os.utime(path, (time_s, time_s))
+        digests.append(make(str(path)))
+    assert digests[0] == digests[1] != digests[2]
+    stores = [each for each in (tmp_path / "cache/chat").iterdir() if each.is_dir()]
+    assert len(stores) == 2
+
+
+def test_parts_of_a_content_are_joined_and_others_than_texts_refused(tmp_path):
+    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "and"}]
+    chat = said(parts, "It")
+    assert shown(opened(tmp_path, {"messages": chat})) == shown(
+        opened(tmp_path, {"messages": said("two and", "It")})
+    )
+    must = "(chat.jsonl:1); must be a string; images are not read"
+    for content in ([*parts, {"type": "image"}], [], [*parts, {"text": 5}], ["two"], {"a": 1}):
+        kind = "dict" if isinstance(content, dict) else "list"
+        assert refused(tmp_path, {"messages": said(content, "It")}) == (
+            f"1 row with a {kind} as content of a message of user {must}"
+        )
 
 
 def test_rows_are_packed_and_sent_to_workers(tmp_path):
@@ -624,6 +896,16 @@ def test_pairs_have_a_chosen_and_a_rejected_answer(tmp_path):
             text = mark_learned(found[name], found[f"{name}_learned"], SHARED)
             assert text.endswith(end)
         assert describe(data, SHARED)[1].startswith("chat    chosen: ")
+
+
+def test_an_answer_that_goes_on_where_the_other_ends_is_a_pair(tmp_path):
+    row = {"chosen": said("two", "It"), "rejected": said("two", "It", "say", "is")}
+    found = pairs(tmp_path, row)[0]
+    texts = [
+        mark_learned(found[name], found[f"{name}_learned"], SHARED).split("[[")[1:]
+        for name in ("chosen", "rejected")
+    ]
+    assert [[each.split("<")[0] for each in text] for text in texts] == [["It"], ["It", "is"]]
 
 
 def test_pairs_that_cannot_be_used_are_refused_by_a_line(tmp_path):
@@ -670,7 +952,7 @@ def test_texts_and_messages_in_one_file_are_refused(tmp_path):
 
 def test_masks_of_a_row_do_not_depend_on_its_batch():
     masks = Masks(SHARED, 64, "assistant", "task.options.model")
-    from trainer.tasks.chat.forms import read_chat
+    from trainer.hf.chat.forms import read_chat
 
     plans = [masks.plan(read_chat(row)[1][0]) for row in rows_of(9)]
     together = masks.make(plans)

@@ -15,8 +15,9 @@ from harness import fit, on_ranks, slow_but, wait_for
 from harness.download import ARCHIVE, FILES, KEY, SHA256, content, names, packed, serving
 
 from trainer import ConfigError, ResidentDataset, load_config
-from trainer.tasks import cifar, cifar10, download
-from trainer.tasks.resnet import ResNet
+from trainer.tasks import cifar
+from trainer.tasks.cifar import ResNet
+from trainer.tasks.data import cifar10, download
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,7 +138,7 @@ def test_one_rank_downloads_and_all_share_the_outcome(body, status, tmp_path):
 
 
 def test_when_the_downloading_process_is_killed_one_that_waits_takes_over(tmp_path):
-    script = f"""import fcntl; from trainer.tasks import download; flock = fcntl.flock
+    script = f"""import fcntl; from trainer.tasks.data import download; flock = fcntl.flock
 fcntl.flock = lambda *arguments: (print("waits", flush=True), flock(*arguments))
 download.fetch(URL, {str(tmp_path / "root")!r}, {SHA256}, {KEY!r})"""
     killed = threading.Event()

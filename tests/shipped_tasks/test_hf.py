@@ -1,6 +1,7 @@
 """Models of Hugging Face: names on a hub, folders, GGUF files, LoRA; what is refused and how."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -14,7 +15,8 @@ tqdm = pytest.importorskip("tqdm")
 tqdm.tqdm.monitor_interval = 0  # it is a thread
 
 from trainer import ConfigError  # noqa: E402
-from trainer.tasks import hf  # noqa: E402
+from trainer.hf import loading as hf  # noqa: E402
+from trainer.hf.repository import ModelFiles  # noqa: E402
 
 SIZES = {
     "vocab_size": 40,
@@ -89,7 +91,52 @@ def test_a_name_on_the_hub_is_fetched_once_and_loaded_without_a_server(hub, capf
     assert capfd.readouterr() == ("", "")
     check_equal(model, build_llama())
     assert model.name_or_path == "tests/llama"
+    assert model.config._commit_hash == commit_of("tests/llama")
     assert hf.find("tests/llama").revision == commit_of("tests/llama")
+
+
+def test_the_revision_that_is_fetched_is_the_one_that_is_checked(llama, tmp_path, monkeypatch):
+    pickles = tmp_path / "pickles"
+    shutil.copytree(llama, pickles)
+    (pickles / "model.safetensors").rename(pickles / "pytorch_model.bin")
+    folders = {"new": pickles, "new@v2": llama, "old": llama, "old@v2": pickles}
+    with serving_hub(**folders) as server:
+        use_hub(server.url, tmp_path / "home", monkeypatch.setattr)
+        hf.fetch("tests/new@v2")
+        hf.fetch("tests/old")
+        for name in ("tests/new", "tests/old@v2"):
+            assert "pickle" in refusal(hf.fetch, name)
+        assert hf.find("tests/new@v2").revision == commit_of("tests/new@v2")
+        assert not any("pytorch_model" in asked for asked in server.asked)
+
+
+def test_weights_that_a_repository_has_twice_are_fetched_once(copied, tmp_path, monkeypatch):
+    """As Mistral's and Llama's have them beside those that transformers loads."""
+    twice = ("original/model.safetensors", "consolidated.safetensors", "model.fp16.safetensors")
+    for name in (*twice, "consolidated-00001-of-00002.safetensors"):
+        (copied / name).parent.mkdir(exist_ok=True)
+        shutil.copy(copied / "model.safetensors", copied / name)
+    with serving_hub(twice=copied) as server:
+        use_hub(server.url, tmp_path / "home", monkeypatch.setattr)
+        hf.fetch("tests/twice")
+        fetched = {each.rpartition("/")[2] for each in server.asked if "safetensors" in each}
+    assert fetched == {"model.safetensors"}
+    assert not [each for each in server.asked if "original/" in each]
+
+
+def test_a_gguf_file_that_was_replaced_is_unpacked_again(tmp_path, monkeypatch):
+    """Also one of the same size."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    file = tmp_path / "one.gguf"
+    source = ModelFiles("one.gguf", tmp_path, "one.gguf", "one")
+    places = []
+    for content, time_s in ((b"weights", 1e9), (b"weights", 1e9), (b"others!", 2e9), (b"x", 2e9)):
+        file.write_bytes(content)
+        os.utime(file, (time_s, time_s))
+        places.append(hf._unpacked(source))
+    assert places[0] == places[1] and len({*places}) == 3
+    monkeypatch.setattr("transformers.__version__", "0")
+    assert hf._unpacked(source) not in places
 
 
 def test_a_revision_is_part_of_a_name(hub):
@@ -116,7 +163,7 @@ def test_a_name_that_was_not_fetched_is_refused(hub):
     error = refusal(hf.find, "tests/llama")
     assert error == (
         f"{KEY}=tests/llama: is neither a folder nor in the cache of the hub; give a folder, or "
-        "call fetch('tests/llama') of trainer.tasks.hf in prepare()"
+        "call fetch('tests/llama') of trainer.hf.loading in prepare()"
     )
     assert not hub.asked
 
@@ -167,6 +214,26 @@ def test_a_download_that_broke_off_is_not_taken_for_the_model(hub, monkeypatch):
     assert refusal(hf.find, "tests/llama").startswith(f"{KEY}=tests/llama: ")
     hf.fetch("tests/llama")
     check_equal(hf.load_model("AutoModelForCausalLM", "tests/llama"), build_llama())
+
+
+def test_a_download_without_a_tokenizer_is_completed(hub, llama):
+    """As transformers has left it, which fetches file by file."""
+    from huggingface_hub import hf_hub_download
+
+    for path in sorted(llama.glob("[!t]*")):
+        hf_hub_download("tests/llama", path.name)
+    num_asked = len(hub.asked)
+    hf.fetch("tests/llama", beside=["config.json"])  # as of images, which need none
+    assert len(hub.asked) == num_asked
+    hf.fetch("tests/llama")
+    assert len(hf.load_tokenizer("tests/llama")) == 40
+
+
+def test_libraries_are_asked_for_no_server_and_no_code(tmp_path):
+    for gguf in (None, "x.gguf"):
+        words = hf._place(hf.ModelFiles("x", tmp_path, gguf))
+        assert words["local_files_only"] is True and words["trust_remote_code"] is False
+        assert words.get("gguf_file") == gguf
 
 
 def test_a_repository_of_pickles_or_of_ggufs_is_refused_before_a_download(hub, tmp_path):
@@ -267,7 +334,7 @@ def test_a_missing_part_of_the_weights_is_named(copied):
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     assert refusal(hf.find, str(copied)) == (
         f"{KEY}={copied}: has no model-00001-of-00002.safetensors, which "
-        "model.safetensors.index.json names"
+        "model.safetensors.index.json names; add it"
     )
 
 
@@ -364,7 +431,9 @@ def test_a_gguf_file_is_unpacked_once_and_can_be_saved(tmp_path, monkeypatch, ca
     hf.fetch(str(file))
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"unpacking {file} into ") and err.count("\n") == 1
+    first, *progress = err.splitlines()  # a slow disk prints lines of progress
+    assert first.startswith(f"unpacking {file} into ")
+    assert all(line.startswith(f"unpacking {file.name}: ") for line in progress)
     model = hf.load_model("AutoModelForCausalLM", str(file))
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     hf.fetch(str(file))
@@ -407,6 +476,16 @@ def test_each_linear_layer_but_the_last_is_adapted_in_fp32():
     assert (config.r, config.lora_alpha, config.task_type) == (4, 8, "CAUSAL_LM")
 
 
+def test_the_settings_of_adapters_are_those_that_are_given():
+    model = build_llama()
+    model.config._commit_hash = "abc"
+    config = hf.adapt(model, 4, alpha=3.0, dropout=0.25).peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 3.0, 0.25)
+    assert config.revision == "abc"  # of the base, by which peft finds it again
+    config = hf.adapt(build_llama(), 4).peft_config["default"]
+    assert (config.lora_dropout, config.revision) == (0.0, None)
+
+
 def test_adapters_are_drawn_from_the_generator_of_torch():
     def drawn(seed):
         model = build_llama()
@@ -434,8 +513,8 @@ def test_targets_that_match_nothing_are_refused_with_near_names():
     of_llama = "matches no layer of LlamaForCausalLM"
     assert of(["q_pro"]) == f"{begin}=q_pro {of_llama}; did you mean q_proj?"
     linear = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
-    assert of("attention.*") == f"{begin}=attention.* {of_llama}; it has {linear}"
-    assert of("q_proj(").startswith(f"{begin}=q_proj( is no pattern (missing ), ")
+    assert of("attention.*") == f"{begin}=attention.* {of_llama}; choose among {linear}"
+    assert of("q_proj(").startswith(f"{begin}=q_proj( must be a pattern (missing ), ")
     assert of([]) == f"{begin}=[] names no layer; name some of {linear}, or set all-linear"
     assert of(["norm"]) == (
         f"{begin} has model.norm, a LlamaRMSNorm, which LoRA cannot adapt; "
@@ -465,10 +544,12 @@ def test_the_output_layer_of_a_mamba_is_left_out():
 
 def test_a_new_head_is_trained_beside_the_adapters(llama):
     model = hf.load_model("AutoModelForSequenceClassification", str(llama), num_labels=3)
-    trained = names_of_trained(hf.adapt(model, 4))
-    assert [name for name in trained if "lora_" not in name] == [
-        "base_model.model.score.modules_to_save.default.weight"
-    ]
+    adapted = hf.adapt(model.bfloat16(), 4)
+    trained = names_of_trained(adapted)
+    head = "base_model.model.score.modules_to_save.default.weight"
+    assert [name for name in trained if "lora_" not in name] == [head]
+    # the least step of 16 bits is larger than most updates; peft widens adapters only
+    assert adapted.get_parameter(head).dtype == torch.float32
 
 
 def test_a_model_of_torch_is_adapted_too():

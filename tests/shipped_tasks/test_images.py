@@ -8,8 +8,8 @@ from harness import CONF, check_parity, fit_on
 from harness.hub_server import serving_hub, use_hub
 
 from trainer import ConfigError, load_config
+from trainer.hf.pictures import MEAN, STD, crop, of_torchvision
 from trainer.tasks.images import Images
-from trainer.tasks.pictures import crop, of_torchvision
 
 SMALL = [
     *("task=images", "task.options.shapes=48", "task.options.width=4", "task.options.size=16"),
@@ -83,7 +83,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
     assert refusal(data) == f"{data}: {folder} must have a folder of images for each class"
     (tmp_path / "train" / "cat").mkdir()
     pytest.importorskip("PIL")
-    assert refusal(data) == f"task.options.data: {tmp_path / 'train' / 'cat'} has no image"
+    assert refusal(data) == f"task.options.data: {tmp_path / 'train' / 'cat'} has no image; add one"
     assert refusal(data, split="eval") == f"{data}: has no val or eval or test; {must}"
 
 
@@ -220,3 +220,12 @@ def test_a_name_of_timm_without_timm_is_refused():
             ConfigError, match=r"pip install timm; a name on the hub|timm cannot be imported"
         ):
             task.prepare()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_new_model_sees_pictures_by_the_mean_and_deviation_of_imagenet(train):
+    task = Images(load_config(SMALL, [CONF]))
+    inputs = task.build_dataset("eval").tensors[0][:2]
+    found, _ = task.augment(inputs, None, None, train)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
+    torch.testing.assert_close(found, (inputs / 255 - mean) / std, rtol=1e-5, atol=1e-5)

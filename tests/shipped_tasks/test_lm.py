@@ -24,16 +24,17 @@ tqdm = pytest.importorskip("tqdm")
 tqdm.tqdm.monitor_interval = 0  # it is a thread
 
 from trainer import ConfigError  # noqa: E402
-from trainer.tasks.causal import (  # noqa: E402
+from trainer.hf.causal import (  # noqa: E402
     IGNORED,
     LanguageModel,
+    RowCounts,
     answer,
     check_parts,
     count_bytes,
 )
+from trainer.hf.probe import check_rows  # noqa: E402
 from trainer.tasks.dpo import DPO, PairModel  # noqa: E402
 from trainer.tasks.lm import LM, build_llama, build_tokenizer  # noqa: E402
-from trainer.tasks.probe import check_rows  # noqa: E402
 
 SMALL = [
     *("task.options.files=16", "task.options.context=192", "task.options.width=16"),
@@ -292,6 +293,9 @@ def test_answers_are_written_with_or_without_a_cache_up_to_the_last_position(kin
     text = [5, 6, 7]
     written = answer(lambda inputs: model(**inputs), model, text, -1, 64)
     assert len(written) == (64 if kind in ("Llama", "Rwkv") else 30)
+    for stop in {*written[:9]}:
+        ended = answer(lambda inputs: model(**inputs), model, text, stop, 64)
+        assert ended == written[: written.index(stop)]
     for word in written[:20]:
         logits = model.model(input_ids=torch.tensor([text]), use_cache=False).logits
         assert word == int(logits[0, -1].argmax())
@@ -323,6 +327,23 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text():
     assert sizes[tokenizer.eos_token_id] == 0
 
 
+class Pieces:
+    """A tokenizer as of SentencePiece, which writes a space as ▁, or of BERT."""
+
+    names = ("<s>", "<0x0A>", "▁two", "##ing", "é", "<0xyz>!", None)
+    all_special_ids = (0,)
+
+    def __len__(self):
+        return len(self.names)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.names[i] for i in ids]
+
+
+def test_a_piece_that_is_one_byte_counts_as_one():
+    assert count_bytes(Pieces()) == [0, 1, 4, 3, 2, 7, 0]
+
+
 PREFERENCES = ["task=dpo", *WORDS[1:], "data.global_batch=4", "optim.lr=0.5"]
 
 
@@ -339,10 +360,41 @@ def test_dpo_begins_with_its_reference_and_does_not_depend_on_layout(layout, lor
     check_parity(one, fit_on(ranks, tmp_path / "many", *PREFERENCES, lora, *words), falls=False)
 
 
-def place_of_reference(folder):
-    task = SimpleNamespace(options=SimpleNamespace(model=str(folder), lora=None))
+def test_a_run_of_dpo_begins_with_its_reference_and_with_no_other_weights(tmp_path):
+    weights = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(1)}, weights)
+    why = r"run.init_from: training begins with the reference, which is task.options.model"
+    with pytest.raises(AssertionError, match=why):
+        fit_on(1, tmp_path, *PREFERENCES, "strategy=single", f"run.init_from={weights}")
+
+
+def test_the_reference_of_a_base_of_16_bits_is_computed_in_32(tmp_path):
+    """As its adapters are: in 16 bits it would be another model than the run begins with."""
+    torch.manual_seed(0)
+    sizes = SimpleNamespace(width=16, heads=2, layers=1, context=192)
+    tokenizer = build_tokenizer()
+    build_llama(sizes, tokenizer).bfloat16().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = [*PREFERENCES, "strategy=single", "strategy.precision=fp32", "task.options.lora=4"]
+    words += ["run.steps=1", f"task.options.model={tmp_path / 'base'}", "eval.every_steps=null"]
+    found = fit_on(1, tmp_path / "run", *words)
+    assert found["losses"][1] == pytest.approx(math.log(2), abs=1e-6)
+
+
+class Pairs(str):
+    @property
+    def digest(self):
+        return str(self)
+
+
+def place_of_reference(folder=None, lora=None, pairs="of pairs", seed=0, **sizes):
+    sizes = {"width": 16, "layers": 1, "heads": 2} | sizes
+    model = None if folder is None else str(folder)
+    options = SimpleNamespace(model=model, lora=lora, **sizes)
+    config = SimpleNamespace(run=SimpleNamespace(seed=seed))
+    task = SimpleNamespace(options=options, config=config)
     task._reference = DPO._reference.func(task)
-    return DPO._place(task, SimpleNamespace(digest="of pairs"))
+    return DPO._values_of(task, Pairs(pairs)).path
 
 
 def test_a_reference_follows_from_the_weights_of_its_model_not_from_their_place(tmp_path):
@@ -355,6 +407,148 @@ def test_a_reference_follows_from_the_weights_of_its_model_not_from_their_place(
         os.utime(tmp_path / name / "model.safetensors", (1e9, 1e9))
         places.append(place_of_reference(tmp_path / name))
     assert places[0] == places[1] != places[2]
+
+
+def test_a_reference_follows_from_each_byte_of_the_weights_that_are_loaded(tmp_path):
+    """It was named by samples of files, and by those that an index names only if they were there
+    by another name too."""
+    tiny("Llama", vocab_size=100_000).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    size = path.stat().st_size
+    assert size > 64 * 2**16
+    first = place_of_reference(tmp_path)
+    (tmp_path / "other.safetensors").write_bytes(b"of another model")
+    assert place_of_reference(tmp_path) == first
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(size - 2**16)  # between two samples
+        file.write(b"\1")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_size == size and place_of_reference(tmp_path) != first
+
+
+def test_a_reference_follows_from_parts_that_an_index_names(tmp_path):
+    places = []
+    model = tiny("Llama")
+    for name in ("one", "other"):
+        model.save_pretrained(tmp_path / name, max_shard_size="8kB")
+        places.append(place_of_reference(tmp_path / name))
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1
+    assert len([*(tmp_path / "one").glob("*.safetensors")]) > 2 and places[0] != places[1]
+
+
+def test_a_reference_follows_from_what_else_decides_it(tmp_path, monkeypatch):
+    """A base of adapters keeps the 16 bits of its file; a new model follows from its seed."""
+    for name, dtype in (("half", torch.bfloat16), ("same", torch.bfloat16)):
+        tiny("Llama").to(dtype).save_pretrained(tmp_path / name)
+    config = tmp_path / "same/config.json"
+    config.write_text(config.read_text().replace('"bfloat16"', '"float16"'))
+    whole = [place_of_reference(tmp_path / name) for name in ("half", "same")]
+    lora = [place_of_reference(tmp_path / name, lora=4) for name in ("half", "same")]
+    assert whole[0] == whole[1] and lora[0] != lora[1] and whole[0] != lora[0]
+    new = [{}, {"seed": 1}, {"width": 32}, {"layers": 2}, {"heads": 1}, {"pairs": "of others"}]
+    places = [place_of_reference(**each) for each in new]
+    monkeypatch.setattr("transformers.__version__", "0")
+    assert len({*places, place_of_reference()}) == len(new) + 1
+    assert place_of_reference() == place_of_reference()
+
+
+def test_a_damaged_reference_is_computed_again(tmp_path, capfd):
+    words = [*PREFERENCES, "run.steps=1", "run.prove=false", "strategy=single"]
+    words += ["eval.every_steps=1", "task.options.files=10"]
+    first = fit_on(1, tmp_path / "one", *words)["losses"]
+    assert capfd.readouterr().out.count("reference: the log-probabilities of ") == 2  # and eval
+    files = sorted(tmp_path.glob("cache/**/reference/*"))
+    assert [path.suffix for path in files] == [".npy", ".npy"]
+    files[0].write_bytes(files[0].read_bytes()[:200])
+    files[1].write_bytes(b"")
+    again = fit_on(1, tmp_path / "two", *words)["losses"]
+    assert capfd.readouterr().out.count("reference: the log-probabilities of ") == 2
+    assert again == first
+    fit_on(1, tmp_path / "three", *words)
+    assert "reference: " not in capfd.readouterr().out
+    assert sorted(tmp_path.glob("cache/**/reference/*")) == files
+
+
+def test_dpo_logs_the_share_of_right_answers_and_the_margin():
+    """The margin is beta times the difference of log-ratios; no preference is not a right one."""
+    task = SimpleNamespace(options=SimpleNamespace(beta=0.1), _margin=partial(DPO._margin, None))
+    outputs = torch.tensor([[-1.0, -5.0], [-4.0, -2.0], [-3.0, -3.0]])
+    reference = torch.tensor([[-2.0, -4.0], [-3.0, -3.0], [-3.0, -3.0]], dtype=torch.float64)
+    found = DPO.metrics(task, outputs, reference)
+    assert found["accuracy"].tolist() == [1.0, 0.0, 0.0]
+    assert found["margin"].tolist() == pytest.approx([0.2, -0.2, 0.0])
+    assert {*found} == {"accuracy", "margin"} and DPO.summarize(task, {"loss": 1.0}) == {}
+    losses = DPO.loss(task, outputs, reference)
+    wanted = [-math.log(1 / (1 + math.exp(-each))) for each in (0.2, -0.2, 0.0)]
+    assert losses.tolist() == pytest.approx(wanted)
+
+
+def test_lm_logs_bits_per_byte_and_perplexity():
+    """Bits of all learned tokens per byte that they stand for; a control token stands for none."""
+    task = SimpleNamespace(sizes=torch.tensor([1, 4, 0]))  # bytes of tokens 0, 1 and 2
+    labels = torch.tensor([[0, 1, 2, IGNORED]])
+    losses = math.log(2) * torch.tensor([[3.0, 2.0, 5.0, 7.0]])
+    values, weights = LM.metrics(task, losses, labels)["bits_per_byte"]
+    assert weights.tolist() == [[1.0, 4.0, 0.0, 0.0]] and values.dtype == torch.float64
+    mean = float((values * weights).sum() / weights.sum())
+    assert mean == pytest.approx((3 + 2) / (1 + 4))
+    values, weights = LM.loss(task, losses, labels)
+    assert values is losses and weights.tolist() == [[1.0, 1.0, 1.0, 0.0]]
+    assert LM.summarize(task, {"loss": math.log(8)})["perplexity"] == pytest.approx(8)
+    assert LM.summarize(task, {"loss": 9e9})["perplexity"] < math.inf
+
+
+def test_labels_are_the_next_tokens_of_the_same_sequence():
+    batch = {
+        "tokens": torch.tensor([[5, 6, 7, 8, 9, 0]]),
+        "learned": torch.tensor([[False, True, True, True, True, False]]),
+        "segments": torch.tensor([[1, 1, 1, 2, 2, 0]]),
+        "positions": torch.tensor([[0, 1, 2, 0, 1, 0]]),
+    }
+    task = SimpleNamespace(divides_rows=False)
+    inputs, labels = LM.split_batch(task, batch)
+    assert labels.tolist() == [[6, 7, IGNORED, 9, IGNORED, IGNORED]]
+    assert inputs["labels"] is labels and inputs["input_ids"] is batch["tokens"]
+    assert {*inputs} == {"input_ids", "position_ids", "labels", "counts"}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_losses_are_the_same_where_the_host_knows_the_counts(kind):
+    """The host waited for the device three times in each micro-batch, to count tokens."""
+    model = LanguageModel(tiny(kind)).double().eval()
+    check_rows(model, "packing", is_packed=True)
+    tokens, places, labels = (torch.cat(each) for each in zip(rows(), rows(), strict=True))
+    tokens, places, labels = (F.pad(each, (0, 3)) for each in (tokens, places, labels))
+    labels[:, -3:] = IGNORED
+    labels[1, 3:] = IGNORED
+    counts = RowCounts.of(labels[:, :-1] != IGNORED, places)
+    assert counts.learned == (6, 1, 6, 6) and counts.lengths == (12,) * 4
+    asked = []
+    model._length, own = (lambda *given: asked.append(own(*given)) or asked[-1]), model._length
+    for count in (4, 3, 1):  # some of the rows, as the start's checks take them
+        part = [each[:count] for each in (tokens, places, labels)]
+        found = []
+        for known in (counts, None):
+            losses = model(*part, counts=known)
+            losses.sum().backward()
+            weights = [p for p in model.parameters() if p.grad is not None]
+            found.append([losses.detach(), *(p.grad.clone() for p in weights)])
+            model.zero_grad()
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert {*asked} == {12}
+
+
+def test_a_batch_has_the_counts_of_its_labels():
+    options = SimpleNamespace(packing=False, context=8)
+    task = SimpleNamespace(options=options, divides_rows=False)
+    masks = ([False, True, True, False], [True, False, True], [False, False])
+    examples = [{"tokens": torch.arange(len(m)) + 3, "learned": torch.tensor(m)} for m in masks]
+    inputs, labels = LM.split_batch(task, LM.collate(task, examples))
+    assert inputs["counts"].learned == (2, 1, 0) and inputs["counts"].lengths == (4, 3, 2)
+    assert (labels != IGNORED).sum(1).tolist() == [2, 1, 0] and labels.shape == (3, 8)
 
 
 def test_dpo_is_exported_and_goes_on_from_its_own_reference_only(tmp_path):

@@ -10,8 +10,8 @@ from mesh_gpt import Meshed
 from tiny import Tiny
 
 from trainer import ConfigError
-from trainer.engine.startup_checks import row_independence
-from trainer.strategy.modules import dry_run
+from trainer.core.strategy.modules import dry_run
+from trainer.startup_checks import row_independence
 
 EARLY = ["data.global_batch=12", "run.ema_decay=0.9", "run.clip_norm=1", "optim=adamw"]
 LATE = [
@@ -114,6 +114,32 @@ def test_a_loss_that_compares_positions_later_is_named_under_context_parallel(
         return
     line = on_ranks(ranks, body)[0]
     assert "the loss of the divided model is " in line and "from that of the whole" in line
+
+
+class MixesFrom(Tiny):
+    """Scales the losses by the mean of their micro-batch from step `since` on."""
+
+    since = 0
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * values.detach().mean() if self.step >= self.since else values
+
+
+@pytest.mark.parametrize(("since", "step"), [(3, 9), (30, 99), (300, 999)])
+def test_what_begins_late_is_looked_for_after_9_99_and_999_steps(since, step, tmp_path):
+    words = ["task=tiny", "run.steps=1002", "data.global_batch=4", "data.micro_batch=2"]
+    words += ["eval.every_epochs=null", "checkpoint.every_epochs=null", "log.every_steps=500"]
+    words.append("optim.lr=0.0001")
+
+    def body():
+        with pytest.raises(ConfigError) as told:
+            fit(tmp_path, *words, task=type("Late", (MixesFrom,), {"since": since}))
+        return str(told.value)
+
+    (line,) = on_ranks(1, body)
+    assert line.startswith("run.prove=true: the loss mixes the rows of a micro-batch: ")
+    assert f"; the state after step {step} is saved; " in line
 
 
 def test_later_proofs_of_a_large_model_have_no_backward(tmp_path, monkeypatch):

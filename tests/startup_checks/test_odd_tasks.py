@@ -14,7 +14,7 @@ from harness import CONF, wait_for
 from harness.launch import environment_of_a_command
 
 from trainer import ConfigError, load_config
-from trainer.checkpoints.disk import Disk
+from trainer.core.checkpoints.disk import Disk
 
 ODD = ("--config-dir", CONF, "task=odd", "run.name=a", "log.every_steps=1", "run.steps=12")
 SAVES = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null")

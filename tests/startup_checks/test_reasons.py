@@ -22,8 +22,8 @@ from tiny import Items, Tiny
 from torch import nn
 from wrong_tasks import net
 
-from trainer.engine.startup_checks.experiments import OF_A_MODEL, ChanceCalls
-from trainer.engine.startup_checks.rank_agreement import find_changed
+from trainer.startup_checks.experiments import OF_A_MODEL, ChanceCalls
+from trainer.startup_checks.rank_agreement import find_changed
 
 
 class Layer(nn.Module):

@@ -11,8 +11,8 @@ from harness.stored import check_same_bits, optimizers_of, tensors_of
 from tiny import Tiny
 from torch import nn
 
-from trainer.data.order import BatchPlan, split
-from trainer.strategy.exact import Node, Tree, nodes_of
+from trainer.core.data.order import BatchPlan, split
+from trainer.core.strategy.exact import Node, Tree, nodes_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TEXT = [

@@ -11,8 +11,8 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
-from trainer.strategy.base import Strategy
-from trainer.strategy.modules import dry_run
+from trainer.core.strategy.base import Strategy
+from trainer.core.strategy.modules import dry_run
 
 WORDS = (
     *("task=tiny", "data.global_batch=8", "run.steps=22", "experiment=parity"),

@@ -2,6 +2,7 @@
 and continues after a resume."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import load_config
-from trainer.engine.precision import Precision
-from trainer.engine.step import step_unless
+from trainer.core.checkpoints.run_directory import BAD_STEP
+from trainer.core.engine.precision import Precision
+from trainer.core.engine.step import step_unless
 
 MLP = ["task=tiny", "optim.lr=0.3", "run.steps=30", "log.every_steps=1"]
 HERE = torch.device("cpu")
@@ -174,7 +176,10 @@ class Overflowing(Tiny):
 def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capfd):
     recipe = [*MLP, "strategy.precision=amp_fp16", "optim.lr=0.001"]
     whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)
-    assert "the scaled gradient is not finite, so the update was skipped" in capfd.readouterr().out
+    why = "the scaled gradient is not finite, so the update was skipped"
+    said = re.findall(rf"warning: step (\d+): {why}\n", capfd.readouterr().out)
+    noted = {e["step"]: e[BAD_STEP] for e in whole["record"] if BAD_STEP in e}
+    assert noted == {int(step): why for step in said} and len(noted) >= 3
     fit_on(ranks, tmp_path / "parts", *recipe, "run.steps=13", task=Overflowing)
     saved = plain_of(newest(tmp_path / "parts/tiny/run"))["precision"]
     assert saved["scale"] < 2.0**16 and saved["growth"] > 0

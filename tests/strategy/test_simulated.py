@@ -5,6 +5,7 @@ import io
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +18,18 @@ from harness.training import CONF, PARITY, check_parity, compose, fit, together
 from torch import nn
 
 from trainer import ConfigError, RunError, load_config
-from trainer.distributed import accelerator
-from trainer.distributed.devices import find_known
-from trainer.distributed.group import process_group
-from trainer.distributed.rendezvous import choose_backend, collective_limit
-from trainer.distributed.watch.phases import PATIENCE, Phase, State
-from trainer.distributed.world import RankGroup, World
-from trainer.engine.deferred_reads import DeferredRows, HostCopy
-from trainer.engine.precision import AUTOCAST, Precision
-from trainer.record.startup import slow_reasons
-from trainer.strategy import find_devices
-from trainer.strategy.dp import DataParallel
-from trainer.strategy.exact import Exact
+from trainer.core.distributed import accelerator
+from trainer.core.distributed.devices import find_known
+from trainer.core.distributed.group import process_group
+from trainer.core.distributed.rendezvous import choose_backend, collective_limit
+from trainer.core.distributed.watch.phases import PATIENCE, Phase, State
+from trainer.core.distributed.world import RankGroup, World
+from trainer.core.engine.deferred_reads import DeferredRows, HostCopy
+from trainer.core.engine.precision import AUTOCAST, Precision
+from trainer.core.record.startup import slow_reasons
+from trainer.core.strategy import find_devices
+from trainer.core.strategy.dp import DataParallel
+from trainer.core.strategy.exact import Exact
 
 REASON = simulated_accelerator.reason_to_skip()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "it can be used")
@@ -72,13 +73,35 @@ STEADY = [
 ]
 
 
+OF_CHATS = [
+    *("task=lm", "task.options.files=16", "task.options.context=192", "task.options.width=16"),
+    *("task.options.layers=1", "task.options.heads=2", "task.options.answers=0"),
+    *("data.global_batch=4", "data.micro_batch=2", "data.workers=0", "strategy.precision=fp32"),
+]
+
+
+@pytest.mark.slow
+def test_the_host_waits_for_no_count_of_a_language_model(tmp_path, monkeypatch):
+    """It waited for the numbers of learned tokens, in each micro-batch, four times. What is left is
+    in transformers, which asks once whether rows are packed."""
+    pytest.importorskip("transformers")
+    from trainer.hf import causal
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = Path(causal.__file__).read_text(encoding="utf-8").splitlines()
+    for _, _, _, waits in count(1, tmp_path, *OF_CHATS):
+        lines = [text[int(place.rpartition(":")[2]) - 1] for what, place in waits if what != WAIT]
+        assert len(lines) <= 2  # micro-batches
+        assert all("self.base.base_model(**given)" in line for line in lines), waits
+
+
 LAUNCHES = [([], 40), (["task.options.norm=true"], 50), (["task.options.dropout=0.1"], 46)]
 
 
-def count(ranks, folder, *words):
+def count(ranks, folder, *words, evaluates=False):
     task = STEPS[:1] * (not words or not words[0].startswith("task="))
     words = [*task, *STEPS[1:], f"run.dir={folder}", *words]
-    return on_simulated(ranks, count_steps, words, [CONF])[0]
+    return on_simulated(ranks, count_steps, words, [CONF], None, evaluates)[0]
 
 
 @pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5], STEADY[-1]))
@@ -132,7 +155,7 @@ def test_evaluation_and_checkpoints_wait_a_few_times(path, numbers, tmp_path):
         f"data.path={path}",
         "data.workers=0",
     ]
-    steps = count(1, tmp_path, *words)
+    steps = count(1, tmp_path, *words, evaluates=True)
     (waits,) = {tuple(waits) for _, _, _, waits in steps[:-1] if len(waits) > 1}
     reads = ["copy device to host"] * numbers  # means of evaluation and training, resident: ledger
     assert [what for what, _ in waits] == [WAIT, *reads, "Stream.synchronize"]

@@ -5,16 +5,25 @@ import itertools
 
 import pytest
 import torch
-from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, relative_distance
+from harness import (
+    CONF,
+    PARITY,
+    check_equal_bits,
+    check_parity,
+    fit,
+    fit_on,
+    on_ranks,
+    relative_distance,
+)
 from tiny import Tiny
 from torch import nn
 from torch.optim import SGD, Adam
 
 from trainer import ConfigError, ResidentDataset, World, load_config
-from trainer.setup.checks import check_layout
-from trainer.strategy import find_name, find_strategy
-from trainer.strategy.ddp import share_start
-from trainer.strategy.modules.batchnorm import SyncBatchNorm, synchronize
+from trainer.core.setup.early_checks import check_layout
+from trainer.core.strategy import find_name, find_strategy
+from trainer.core.strategy.ddp import share_start
+from trainer.core.strategy.modules.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 NORM = [*TINY, "task.options.norm=true", "strategy.sync_batchnorm=true"]
@@ -45,6 +54,28 @@ class Pooled(Tiny):
         return nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), pool, flat, nn.Linear(128, 3)
         )
+
+
+class LooksAtImages(Pooled):
+    """Task whose model tells the memory format of its inputs."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_forward_pre_hook(lambda _, inputs: FORMATS.add(inputs[0].stride()[1] == 1))
+        return model
+
+
+FORMATS = set()
+
+
+def test_images_come_in_the_memory_format_of_the_model(tmp_path):
+    def body(*words):
+        FORMATS.clear()
+        fit(tmp_path, *TINY, "run.steps=2", *words, task=LooksAtImages)
+        return FORMATS
+
+    assert on_ranks(1, body, "run.name=a") == [{False}]
+    assert on_ranks(1, body, "run.name=b", "strategy.channels_last=true") == [{True}]
 
 
 class Parted(Tiny):
@@ -226,7 +257,7 @@ def normalized(sizes, affine, dims):
 
 
 def in_group(body, *arguments):
-    from trainer.distributed.group import process_group
+    from trainer.core.distributed.group import process_group
 
     config = load_config(["task=tiny"], [CONF])
     with process_group(config.dist, World.from_environment()):
@@ -264,6 +295,16 @@ REFUSED = {
         ["strategy.comm_hook=fp16"],
         2,
         "strategy.comm_hook=fp16: compresses float32 gradients",
+    ),
+    "fp16 hook": (
+        ["strategy.comm_hook=fp16", "strategy.precision=fp16"],
+        2,
+        "strategy.comm_hook=fp16: compresses float32 gradients",
+    ),
+    "powersgd hook": (
+        ["strategy.comm_hook=powersgd", "strategy.precision=bf16"],
+        2,
+        "strategy.comm_hook=powersgd: compresses float32 gradients",
     ),
     "single hook": (
         ["strategy=single", "strategy.comm_hook=fp16"],
@@ -308,19 +349,20 @@ def test_parameter_without_gradient_is_named(tmp_path):
         )
 
 
-@pytest.mark.slow
 def test_start_prints_what_the_strategy_does(tmp_path, capfd):
-    recipe = ["task=tiny", "strategy.precision=fp32"]
+    recipe = ["task=tiny", "strategy.precision=fp32", "run.steps=2"]
     fit_on(1, tmp_path / "dp", *recipe, "strategy=dp")
     assert "\nwithout a GPU, dp runs as strategy=single\n" in capfd.readouterr().out
     hook = [*recipe, "strategy.comm_hook=powersgd", "strategy.sync_batchnorm=true"]
     fit_on(2, tmp_path / "hook", *hook)
-    assert "2 ranks on 1 node, CPU, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
-    fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=25")
-    assert (
-        "PowerSGD starts with an empty error memory, so this resume is not exact"
-        in capfd.readouterr().out
-    )
+    said = capfd.readouterr().out
+    assert "2 ranks on 1 node, CPU, fp32, SyncBN, comm hook powersgd, " in said
+    remark = "PowerSGD starts with an empty error memory, so this resume is not exact"
+    assert remark not in said
+    fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=3")
+    assert remark in capfd.readouterr().out
+    fit_on(2, tmp_path / "hook", *recipe, "run.resume=auto", "run.steps=4")
+    assert remark not in capfd.readouterr().out
 
 
 def test_checks_need_no_group():
@@ -359,36 +401,114 @@ def test_the_start_names_a_strategy_as_its_setting_does():
 
 class Built(Tiny):
     def build_model(self):
-        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), Scaled())
+        if self.world.rank and self.is_other:
+            nn.init.constant_(model[1].bias, 7.0)
+            model[2].factors.fill_(9.0)
+            model[2].places += 1
+        return model
+
+    is_other = False
+
+
+class BuiltByRank(Built):
+    is_other = True
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factors", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+        self.register_buffer("places", torch.tensor([3, 1, 2, 0]), persistent=False)
+
+    def forward(self, x):
+        return x * self.factors[self.places[:3]]
 
 
 def seed_by_rank(folder):
-    """Train a task whose ranks build one bias differently; return how often it is sent, too."""
+    """Train a task whose ranks build a bias and two buffers differently; return the losses, and the
+    sizes of the tensors that are sent."""
     sent = []
     broadcast = torch.distributed.broadcast
-
-    class Task(Built):
-        def build_model(self):
-            model = super().build_model()
-            if self.world.rank:
-                nn.init.constant_(model[1].bias, 7.0)
-            return model
 
     def count(tensor, *arguments, **named):
         sent.append(tensor.numel())
         return broadcast(tensor, *arguments, **named)
 
+    def share(module, device):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.broadcast", count)
+            share_start(module, device)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{share_start.__module__}.dist.broadcast", count)
-        found = fit(folder, "task=tiny", "strategy=ddp", "run.steps=2", task=Task)
-    return found["losses"], sent.count(3 * 8)
+        patch.setattr(f"{share_start.__module__}.share_start", share)
+        found = fit(folder, "task=tiny", "strategy=ddp", "run.steps=2", task=BuiltByRank)
+    return found["losses"], sent
 
 
 def test_ddp_sends_at_its_start_only_what_ranks_have_built_differently(tmp_path):
+    """No test had a buffer among it."""
     (losses, sent), (_, received) = on_ranks(2, seed_by_rank, tmp_path / "other")
-    assert (sent, received) == (1, 1)
+    assert sent == received == [3 * 8, 5 * 8, 4 * 8], "in bytes"
     words = ("task=tiny", "strategy=ddp", "run.steps=2")
     assert losses == fit_on(2, tmp_path / "one", *words, task=Built)["losses"]
+
+
+def count_reductions(folder, *words):
+    """Return how often gradients are reduced in three steps and before them, and the losses."""
+    calls = []
+    reduce = torch.distributed.reduce
+
+    def count(*arguments, **named):
+        calls.append(arguments)
+        return reduce(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.reduce", count)
+        own = ["run.steps=3", "log.every_steps=1", "strategy.comm_hook=parameter_server"]
+        return fit(folder, "task=tiny", *own, *words)["losses"], len(calls)
+
+
+def test_gradients_of_several_micro_batches_are_reduced_once(tmp_path):
+    (losses, count), _ = on_ranks(2, count_reductions, tmp_path / "1")
+    (others, more), _ = on_ranks(2, count_reductions, tmp_path / "4", "data.micro_batch=3")
+    assert more == count and 3 <= count <= 8
+    assert others == pytest.approx(losses, rel=1e-12)
+
+
+class Wide(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 301), nn.Tanh(), nn.Linear(301, 64), nn.Linear(64, 3))
+
+
+def test_on_three_ranks_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path):
+    """DDP orders its buckets anew after the first backward, which changes the order of sums."""
+    words = ["task=tiny", "strategy=ddp", "strategy.precision=fp32", "strategy.bucket_mb=0.01"]
+    words += ["data.global_batch=24", "eval.every_epochs=null", "optim.lr=0.1"]
+    words.append("schedule=constant")
+    straight = fit_on(3, tmp_path / "straight", *words, "run.steps=4", task=Wide)
+    resumed = tmp_path / "resumed"
+    fit_on(3, resumed, *words, "run.steps=2", task=Wide)
+    more = fit_on(3, resumed, *words, "run.steps=4", "run.resume=auto", task=Wide)
+    check_equal_bits(straight, more)
+
+
+def test_a_hook_compresses_gradients_on_one_rank_too_and_never_weights(tmp_path):
+    """The weight of this batch is more than float16 can hold."""
+
+    class Heavy(Tiny):
+        def loss(self, outputs, targets):
+            values, weights = super().loss(outputs, targets)
+            return values, 5e3 * weights
+
+    words = ["task=tiny", "task.options.weights=true", "strategy.precision=fp32", "run.steps=4"]
+    words += ["log.every_steps=1", "optim.lr=0.1"]
+    hook = [*words, "strategy.comm_hook=fp16"]
+    plain = fit_on(1, tmp_path / "plain", *words, task=Heavy)["losses"]
+    for ranks in (1, 2):
+        found = fit_on(ranks, tmp_path / str(ranks), *hook, task=Heavy)["losses"]
+        assert found == pytest.approx(plain, rel=1e-2)
+        assert found[4] != pytest.approx(plain[4], rel=1e-7), "gradients are compressed"
 
 
 class WiderOnOne(Tiny):

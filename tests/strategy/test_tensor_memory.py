@@ -7,8 +7,8 @@ from harness import check_equal_bits, fit, fit_on, on_ranks, relative_distance
 from tiny import Tiny
 from torch import nn
 
-from trainer.errors import ConfigError
-from trainer.strategy.modules.tensor_memory import convert_dtype, make_dense
+from trainer.core.errors import ConfigError
+from trainer.core.strategy.modules.tensor_memory import convert_dtype, make_dense
 
 WORDS = (
     *("task=tiny", "optim=adamw", "optim.lr=0.01", "data.global_batch=22", "log.every_steps=1"),

@@ -11,7 +11,7 @@ import time
 import pytest
 from harness import CONF, TORCHRUN, ended, launch, wait_for
 
-from trainer.distributed import signals
+from trainer.core.distributed import signals
 
 TINY = ["--config-dir", CONF, "task=tiny"]
 

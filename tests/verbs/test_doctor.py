@@ -26,14 +26,15 @@ from harness.s3 import proxied, serving_s3
 
 import trainer as package
 from trainer import ConfigError, World, load_config
-from trainer import doctor as group_checks
-from trainer.check import _layout_of, _start, main
-from trainer.config.bucket import Bucket
-from trainer.distributed import accelerator, ray_cluster
-from trainer.distributed.ray_cluster import TESTED
-from trainer.doctor import rank_checks as rank_checks
-from trainer.errors import counted
-from trainer.record import fingerprint
+from trainer.check import doctor as group_checks
+from trainer.check import rank_checks
+from trainer.check.__main__ import _layout_of, _start, main
+from trainer.core.distributed import accelerator
+from trainer.core.errors import counted
+from trainer.core.record import fingerprint
+from trainer.places import ray_cluster
+from trainer.places.bucket import Bucket
+from trainer.places.ray_cluster import TESTED
 
 LIMIT_S = 0.7
 ROWS = ["backend", "disk", "open files", "shared memory", "threads", "versions", "code", "settings"]

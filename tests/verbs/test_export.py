@@ -17,8 +17,8 @@ from torch import nn
 
 import trainer.tasks.cifar
 from trainer import load_config
-from trainer.errors import ConfigError, RunError
-from trainer.same.distance import apart
+from trainer.core.errors import ConfigError, RunError
+from trainer.core.same.distance import apart
 from trainer.use import export as export_room
 from trainer.use import model
 from trainer.use.model import Flat
@@ -249,6 +249,10 @@ def test_inputs_have_the_names_of_forward():
     assert [t.tolist() for t in flat(torch.zeros(2), torch.ones(2))] == [[1, 1], [0, 0]]
 
 
+TASK = "task.trainer=tiny.Tiny"
+LONG = "x" * 250  # a name of 255 bytes is allowed
+
+
 @pytest.mark.parametrize(
     "words, line",
     [
@@ -259,6 +263,19 @@ def test_inputs_have_the_names_of_forward():
             "--stored: must stand beside out=FILE.safetensors, not m.onnx",
         ),
         (["/nowhere", "out=m.onnx"], "/nowhere"),
+        (["{run}", "out=s3://bucket/x/"], "out=s3://bucket/x/: is an address, and exports are"),
+        (["{run}", "out=file:///x.onnx"], "out=file:///x.onnx: is an address, and exports are"),
+        (["{run}", "out="], "out=: names nothing; give a file, or a folder that ends with /"),
+        (
+            ["{run}", TASK, f"out={LONG}.onnx"],
+            f"out={LONG}.onnx.md: File name too long; give another",
+        ),
+        (["{run}", f"out={LONG}/x/{LONG * 2}/"], f"out={LONG}/x/{LONG * 2}/: File name too long"),
+        (["{run}", TASK, "out=/dev/null/m.onnx"], "out=/dev/null/m.onnx: cannot be written, /dev"),
+        (
+            ["{run}", "out=/dev/null/m.safetensors", "--stored"],
+            "out=/dev/null/m.safetensors: cannot be written, /dev/null is not a directory; give",
+        ),
         (
             ["{run}", "out=m.engine"],
             "out=FILE.engine: needs an NVIDIA GPU, and torch sees none here; run here: python -m",

@@ -1,5 +1,6 @@
-"""trainer.new: projects that train, and whose tests pass; recipes; a script that becomes a task."""
+"""trainer.new: projects that train, and whose tests pass; recipes."""
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,6 @@ from harness.launch import environment_of_a_command
 import trainer
 from trainer import load_config
 from trainer.new import CLUSTERS, RECIPES
-from trainer.new.from_script import convert
 
 WIDTH = "task.options.width=9"
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,15 +204,13 @@ def test_a_recipe_for_a_cluster_has_its_file(cluster, command):
         run(folder, "bash", "-n", own.place)
 
 
-def test_a_start_and_a_converted_script_can_be_for_a_cluster(command):
-    (command.folder / "train.py").write_bytes((SCRIPTS / "plain_ddp.py").read_bytes())
-    for name, words in {"one": [], "two": ["--from", "train.py"]}.items():
-        done = command(name, *words, "--cluster=skypilot", verb="trainer.new")
-        assert done.returncode == 0, done.stderr
-        assert "on the cluster: sky jobs launch skypilot.yaml; " in done.stdout
-        assert f"task={name} " in (command.folder / name / "skypilot.yaml").read_text()
-        assert "wheels" in (command.folder / name / ".gitignore").read_text()
-        assert "wheels" not in (command.folder / name / ".skyignore").read_text()
+def test_a_starter_can_be_for_a_cluster(command):
+    done = command("one", "--cluster=skypilot", verb="trainer.new")
+    assert done.returncode == 0, done.stderr
+    assert "on the cluster: sky jobs launch skypilot.yaml; " in done.stdout
+    assert "task=one " in (command.folder / "one/skypilot.yaml").read_text()
+    assert "wheels" in (command.folder / "one/.gitignore").read_text()
+    assert "wheels" not in (command.folder / "one/.skyignore").read_text()
 
 
 def test_a_notebook_for_a_cluster_is_refused(command):
@@ -238,6 +236,65 @@ def test_a_notebook_for_a_cluster_is_refused(command):
 def test_names_that_cannot_be(name, line, project, command):
     done = command(name, verb="trainer.new")
     assert done.returncode == 2 and done.stderr == f"error: {line}\n"
+
+
+def test_printed_commands_can_be_pasted_for_any_folder(command):
+    """All folders of the other tests have plain names."""
+    done = command("a;touch x $(id)/my-task", "--json", verb="trainer.new")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(json.loads(done.stdout)["command"])
+    assert words[:3] == ["cd", "a;touch x $(id)/my-task", "&&"]
+    again = command("a;touch x $(id)/my-task", verb="trainer.new")
+    assert again.returncode == 2 and "already exists" in again.stderr
+    line = command("b c/my-task", verb="trainer.new").stdout.splitlines()[1]
+    assert line == "begin with: cd 'b c/my-task' && python -m trainer task=my-task"
+
+
+def test_a_folder_with_a_tilde_is_in_the_home(command, tmp_path):
+    home = {"HOME": str(tmp_path / "home")}
+    done = command("~/my-task", verb="trainer.new", environment=home)
+    assert f"cd {tmp_path}/home/my-task &&" in done.stdout, done.stderr
+    assert (tmp_path / "home/my-task/README.md").is_file() and not (tmp_path / "~").exists()
+    done = command("~nobody-of-this-name/my-task", verb="trainer.new")
+    line = "~nobody-of-this-name/my-task: has no home directory; give another folder"
+    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+
+
+def no_room_at(file_number):
+    """Return a function after which writing the file of this number fails as on a full disk."""
+
+    def before():
+        write, written = Path.write_text, []
+
+        def write_some(path, *arguments, **options):
+            written.append(path)
+            if len(written) == file_number:
+                write(path, "half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write(path, *arguments, **options)
+
+        Path.write_text = write_some
+
+    return before
+
+
+def test_a_full_disk_leaves_no_part_of_a_project(command, tmp_path):
+    """Half of it stayed, and the name then "already exists"."""
+    (tmp_path / "there").mkdir()
+    for folder in ("my-task", "there/my-task", "new/deep/my-task"):
+        for number in (1, 7, 13):
+            done = command(folder, verb="trainer.new", before=no_room_at(number))
+            line = f"error: {folder}: No space left on device; start in another directory\n"
+            assert (done.returncode, done.stderr) == (2, line)
+            assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
+    assert command("new/deep/my-task", verb="trainer.new").returncode == 0
+    assert [path.name for path in (tmp_path / "new/deep").iterdir()] == ["my-task"]
+
+
+def test_a_link_to_nowhere_is_a_name_that_exists(command, tmp_path):
+    (tmp_path / "my-task").symlink_to("nowhere")
+    done = command("my-task", verb="trainer.new")
+    assert done.stderr == "error: my-task: already exists; choose another name\n"
 
 
 @pytest.mark.slow
@@ -344,7 +401,6 @@ def test_interrupted_cell_saves_and_names_the_next_call(tmp_path):
     assert 'resume with: Toy(load_config(["run.resume=runs/toy/long"], task=Toy)).launch(2)' in rest
 
 
-SCRIPTS = Path(__file__).with_name("scripts_to_convert")
 OF_A_RECIPE = {
     "finetune": ["transformers", "datasets"],
     "images": ["PIL"],
@@ -409,113 +465,26 @@ ALL = ", ".join(RECIPES)
         (
             ["x", "--recipe"],
             "--recipe: its value is missing; give one name: python -m trainer.new NAME "
-            "[--recipe RECIPE | --from SCRIPT] [--cluster CLUSTER]",
+            "[--recipe RECIPE] [--cluster CLUSTER]",
         ),
         (
             ["x", "--recipes", "gpt"],
-            "--recipes is not a flag: allowed are --recipe, --from, --cluster; "
-            "did you mean --recipe?",
+            "--recipes is not a flag: allowed are --recipe, --cluster; did you mean --recipe?",
         ),
         (
             ["x", "recipe=gpt"],
-            "recipe=gpt is not a flag: allowed are --recipe, --from, --cluster; "
-            "did you mean --recipe?",
+            "recipe=gpt is not a flag: allowed are --recipe, --cluster; did you mean --recipe?",
         ),
         (
             ["x", "--cluster", "slrum"],
             "--cluster slrum: must be one of ray, slurm, kubernetes, skypilot; did you mean slurm?",
         ),
-        (["x", "--recipe=gpt", "--from=a.py"], "--recipe and --from: give only one of them"),
         (
             ["draw-pictures", "--recipe=images"],
             "draw-pictures: a file of the recipe has this name; choose another name",
         ),
-        (
-            ["x", "--from", "gone.py"],
-            "--from gone.py: is not there; give a training script",
-        ),
-        (
-            ["x", "--from", "none.py"],
-            "--from none.py: must be a training script, with loss.backward() and optimizer.step(); "
-            "python -m trainer.new NAME starts without one",
-        ),
     ],
 )
 def test_wrong_flags_are_one_line(words, line, command):
-    (command.folder / "none.py").write_text("print('it does not train')\n")
     done = command(*words, verb="trainer.new")
     assert done.returncode == 2 and done.stderr == f"error: {line}\n"
-
-
-def test_a_script_that_is_clear_becomes_a_task_without_todos():
-    made = convert(SCRIPTS / "plain_ddp.py")
-    assert made.num_todos == 0 and made.notes() == []
-    assert made.methods["build_model"] == ["return Net()"]
-    assert made.methods["build_dataset"][1] == "    return rings(1024, 0)"
-    assert made.settings == {
-        "optim.lr": 0.01,
-        "data.global_batch": 32,
-        "run.epochs": 4,
-        "run.seed": 0,
-    }
-    assert made.order == "seed=0, is_shuffled=True, advances=True"
-
-
-def test_arguments_become_options_and_accumulation_a_global_batch():
-    made = convert(SCRIPTS / "accumulated.py")
-    assert made.methods["build_model"] == ["return build(self.options.length, self.options.hidden)"]
-    assert made.options == {"length": 32, "hidden": 48}
-    settings = {"data.global_batch": 32, "data.micro_batch": 16, "run.clip_norm": 1.0}
-    assert settings.items() <= made.settings.items()
-    assert made.settings["strategy.precision"] == "amp_bf16"
-    assert made.methods["loss"] == [
-        "return F.cross_entropy(outputs, targets, label_smoothing=0.1, reduction='none')"
-    ]
-
-
-def test_what_is_not_clear_is_a_todo_with_the_lines_of_the_script():
-    made = convert(SCRIPTS / "odd.py")
-    assert made.num_todos == 7
-    for name in ("build_model", "build_dataset", "loss", "build_optimizer"):
-        assert made.methods[name][-1] == "raise NotImplementedError"
-    assert made.methods["build_model"] == [
-        "# TODO: return the model, without DDP; here net is set at 2 places.",
-        "#   line 14: net = nn.Linear(3, 1)",
-        "#   line 16: net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))",
-        "#   line 18: net = DDP(net)",
-        "raise NotImplementedError",
-    ]
-
-
-CALL = "criterion(model(points), ring)"
-ZERO = "nn.init.zeros_(model.module.layers[0].bias)"
-CHANGES = [
-    (CALL, f"{CALL} / 3", "loss", "not divided"),
-    (CALL, "criterion(model(2 * points), ring)", "loss", "model(inputs)"),
-    ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(ignore_index=1)", "loss", "change its mean"),
-    ("loss.backward()", "loss += 1\n            loss.backward()", "loss", "set at 2 places"),
-    ("DDP(Net())", "DDP(Net(rank))", "build_model", "depends on the process"),
-    ("rings(1024, 0)", "rings(1024, rank)", "build_dataset", "depends on the process"),
-    ("optimizer.zero_grad()", "points = points.flip(1)", "train_step", "points.flip(1)"),
-    ("train_set = ", f"{ZERO}\n    train_set = ", "build_model", ZERO),
-]
-
-
-@pytest.mark.parametrize("old, new, part, why", CHANGES)
-def test_a_change_that_would_be_lost_is_a_todo(old, new, part, why, tmp_path):
-    text = (SCRIPTS / "plain_ddp.py").read_text()
-    assert text.count(old) == 1
-    (tmp_path / "train.py").write_text(text.replace(old, new))
-    lines = convert(tmp_path / "train.py").methods[part]
-    assert any("TODO" in line for line in lines) and why in "\n".join(lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain_ddp", "accumulated"])
-def test_the_task_of_a_script_is_proved_against_it_by_the_command_that_new_prints(name, command):
-    (command.folder / "train.py").write_bytes((SCRIPTS / f"{name}.py").read_bytes())
-    done = command("made", "--from", "train.py", verb="trainer.new")
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[-1].removeprefix("prove it with: cd made && python ")
-    output = run(command.folder / "made", sys.executable, *shlex.split(line))
-    assert "proved: both commands learned the same" in output

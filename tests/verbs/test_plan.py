@@ -17,14 +17,14 @@ from harness.training import compose
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpoints.tensor_files import memory_of
-from trainer.distributed.devices import find_device
-from trainer.errors import ConfigError
-from trainer.plan.planning import PlannedLayout, make_plan
-from trainer.plan.trial import SharedParts
-from trainer.strategy.cost import MEASURED
-from trainer.strategy.pipeline_parallel.p2p import most_kept
-from trainer.trainer import active_run
+from trainer.check.plan_trial import SharedParts
+from trainer.check.planning import PlannedLayout, make_plan
+from trainer.core.checkpoints.tensor_files import memory_of
+from trainer.core.distributed.devices import find_device
+from trainer.core.errors import ConfigError
+from trainer.core.strategy.cost import MEASURED
+from trainer.core.trainer import active_run
+from trainer.mesh.p2p import most_kept
 
 # Resident rows are views. In the second step DDP tells how it has ordered its buckets.
 SHARDED = ["task=sharded", "run.steps=3", "data.path=streamed"]
@@ -411,6 +411,10 @@ REFUSED = {
     "hook on a gradient": ["task=tiny", "task.trainer=spare.HasHook", "strategy=fsdp"],
     "hook of a task": ["task=tiny", "task.trainer=spare.WrongHook"],
     "synchronized": ["task=tiny", "task.trainer=spare.OwnNorm", "strategy.sync_batchnorm=true"],
+    "part of a batch": [
+        *("task=tiny", "task.options.norm=true", "strategy.sync_batchnorm=true"),
+        *("data.global_batch=24", "data.micro_batch=6"),
+    ],
     "evaluation": ["task=tiny", "eval.splits=[train]"],
     "schedule": ["task=tiny", "schedule._target_=os.system"],
 }
@@ -470,6 +474,7 @@ OF_THE_SETUP = {
     "hook on a gradient": "strategy.mesh: a divided 0.weight would lose the hook on its gradient; ",
     "hook of a task": "WrongHook.loss takes (outputs): must take (outputs, targets)",
     "synchronized": "strategy.sync_batchnorm=true: 1 is a Norm with a forward pass of its own; use",
+    "part of a batch": "BatchNorm sees one of 2 micro-batches at a time (data.micro_batch=6), so",
     "evaluation": "eval.splits=['train']: must not have train: ",
     "schedule": "schedule._target_=os.system: must be under ",
 }

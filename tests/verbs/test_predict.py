@@ -16,9 +16,9 @@ from mesh_gpt import Meshed
 from tiny import Tiny
 
 from trainer import ConfigError
-from trainer.engine.evaluation import Evaluator
-from trainer.errors import RunError
-from trainer.loop.training import examine
+from trainer.core.engine.evaluation import Evaluator
+from trainer.core.errors import RunError
+from trainer.core.loop.training import examine
 from trainer.use.predict import WRITERS, _write
 
 WORDS = ["task=meshed", "run.steps=3", "strategy.precision=fp64", "task.options.dropout=0.1"]

@@ -10,7 +10,10 @@ import pytest
 from harness import CONF, ELASTIC, ended, wait_for
 from harness.command import fork_jobs
 
-from trainer import ConfigError
+from trainer import ConfigError, load_config
+from trainer.core.config.compose import SEARCHED, parse
+from trainer.core.errors import RunError
+from trainer.sweep import __main__ as main
 from trainer.sweep import jobs, study
 from trainer.sweep.__main__ import expand
 
@@ -235,6 +238,45 @@ def test_grid_runs_each_point_once(tmp_path):
     ]
 
 
+def test_grid_runs_all_its_points_unless_a_number_is_given(tmp_path):
+    """No test had more points than the 20 trials that a search has by default."""
+    grid = ["hydra/sweeper/sampler=grid"]
+    space = ("run.seed=range(1,24)", "optim.lr=0.1")
+    some, _ = searched(tmp_path, [*grid, "hydra.sweeper.n_trials=2"], space)
+    rest, code = searched(tmp_path, grid, space)
+    assert code == 0 and [row[0] for row in [*some, *rest]] == [
+        f"run.seed={seed}" for seed in range(1, 24)
+    ]
+    assert searched(tmp_path, [*grid, "hydra.sweeper.n_trials=99"], space) == ([], 0)
+
+
+def test_search_without_a_number_has_twenty_trials(tmp_path):
+    ran, code = searched(tmp_path, ["hydra/sweeper/sampler=random", SEED], SPACE[:1])
+    assert code == 0 and len(ran) == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "space", "line"),
+    [
+        (["hydra/sweeper/sampler=grid"], "run.seed=range(1,10000)", "run.seed: a sweep must have "),
+        ([], "optim.lr=range(0.1,1e9,0.5)", "optim.lr=range(0.1,1e9,0.5): has more than 100,000 "),
+    ],
+)
+def test_a_space_without_an_end_is_refused_at_once(words, space, line, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        searched(tmp_path, words, (space,))
+    assert str(error.value).startswith(line)
+
+
+def test_ends_of_ranges_in_both_directions(tmp_path):
+    pytest.importorskip("optuna")
+    parsed = parse(["a=range(0,1000000000)", "b=range(9,0,-3)", "c=range(0.9,0.1,-0.2)"], SEARCHED)
+    space = study.read_space(parsed)
+    ends = {name: (each.low, each.high, each.step) for name, each in space.items()}
+    assert ends["a"] == (0, 999_999_999, 1) and ends["b"] == (3, 9, 3)
+    assert ends["c"] == pytest.approx((0.3, 0.9, 0.2))
+
+
 OLD = "hydra.sweeper._target_=hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 REFUSED = [
     ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be an integer of at least 1"),
@@ -291,3 +333,86 @@ def test_search_of_other_settings_is_not_resumed(tmp_path):
 def test_a_sweep_of_too_many_jobs_is_refused_at_once(words):
     with pytest.raises(ConfigError, match=r"=range.*: a sweep must have at most 2,000 jobs; give "):
         expand(words)
+
+
+# Answers of squeue for the jobs 7 and 8, or 7 alone: those that wait or run, None if it is unsure.
+ANSWERS = {
+    "both": ("printf '7\\n8\\n'", {"7", "8"}),
+    "one": ("echo 8", {"8"}),
+    "none": ("true", set()),
+    "part of a job": ("echo 7+0", {"7"}),
+    "with a name of the cluster": ("printf 'CLUSTER: gpu7\\n 8\\n'", {"8"}),
+    "no controller": (
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+        None,
+    ),
+    "half an answer": ("echo 7; echo 'slurm_load_jobs error: Zero Bytes' >&2; exit 1", None),
+    "an error without a word": ("exit 3", None),
+    "no answer": ("exec /bin/sleep 30", None),
+    "forgotten, of several": ("echo 'Invalid job id specified' >&2; exit 1", None),
+}
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """Return a function that gives the commands of squeue; its words are in the file `words`."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(jobs, "ANSWER_S", 5.0)
+
+    def answer(commands):
+        log = tmp_path / "words"
+        path = tmp_path / "squeue"
+        path.write_text(f'#!/bin/sh\necho "$SQUEUE_STATES" "$@" >> {log}\n{commands}\n')
+        path.chmod(0o700)
+        return log
+
+    return answer
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_job_counts_as_over_only_if_squeue_says_so(name, squeue, monkeypatch):
+    commands, known = ANSWERS[name]
+    log = squeue(commands)
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")  # else a waiting job would be submitted again
+    if name == "no answer":
+        monkeypatch.setattr(jobs, "ANSWER_S", 0.3)
+    if known is None:
+        with pytest.raises(RunError, match=r"^squeue did not say .*: .+; nothing was submitted; "):
+            jobs.find_known("slurm", ["7", "8"])
+    else:
+        assert jobs.find_known("slurm", ["7", "8"]) == known
+    assert log.read_text() == " --noheader --all --format=%i --jobs=7,8\n"
+
+
+def test_a_job_alone_that_slurm_has_forgotten_is_over(squeue, monkeypatch, tmp_path):
+    log = squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert jobs.find_known("slurm", ["7"]) == set()
+    log.unlink()
+    assert jobs.find_known("slurm", []) == set() and not log.exists()
+    (tmp_path / "squeue").unlink()
+    with pytest.raises(RunError, match=r"squeue did not say which jobs .* No such file"):
+        jobs.find_known("slurm", ["7"])
+
+
+def test_nothing_is_submitted_again_while_squeue_is_unsure(squeue, tmp_path, monkeypatch):
+    """Each failure of squeue counted as "not known", so a repeated command ran all jobs twice."""
+    sent = []
+    monkeypatch.setattr(jobs, "Lease", lambda place: None)  # held until the process ends
+    monkeypatch.setattr(main, "open_executor", lambda *_: None)
+    monkeypatch.setattr(main, "submit", lambda _, words: sent.append(words) or f"{6 + len(sent)}")
+    monkeypatch.setattr(main, "_check_jobs", lambda *_, **__: None)
+    overrides = [
+        ["task=tiny", f"run.dir={tmp_path}", f"optim.lr={rate}"] for rate in ("0.1", "0.2")
+    ]
+
+    def repeat():
+        configs = [load_config(words, [CONF]) for words in overrides]
+        return main.run_combinations(overrides, configs, [CONF], ("slurm", []))
+
+    assert repeat() == 0 and len(sent) == 2
+    squeue("echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
+    with pytest.raises(RunError, match="Socket timed out"):
+        repeat()
+    squeue("printf '7\\n'")
+    assert len(sent) == 2 and repeat() == 0
+    assert len(sent) == 3 and sent[2] == sent[1]  # the one that squeue does not list

@@ -20,11 +20,11 @@ from test_proof import NAMED
 from tiny import Tiny
 from torch import nn
 
-from trainer.distributed.launch import fork_ranks
-from trainer.distributed.world import usable_cores
-from trainer.errors import ConfigError
-from trainer.process.child import last_words
-from trainer.trainer import Trainer
+from trainer.core.distributed.launch import fork_ranks
+from trainer.core.distributed.world import usable_cores
+from trainer.core.errors import ConfigError
+from trainer.core.process.child import last_words
+from trainer.core.trainer import Trainer
 from trainer.verify import recorded_run
 from trainer.verify.command import verify
 from trainer.verify.evidence import describe_difference, rows_of

@@ -1,4 +1,4 @@
-"""`python -m trainer.new NAME`: create a project: a starter, a recipe, or a converted script."""
+"""`python -m trainer.new NAME`: create a project: a starter or a recipe."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import importlib.util
 import keyword
 import os
 import re
+import secrets
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import trainer
 from trainer.cli import answer, run, single
-from trainer.config import HOME, PACKAGE
-from trainer.config.typed import suggest
-from trainer.config.working_folder import find_options
-from trainer.distributed import launchers
-from trainer.errors import ConfigError, counted
+from trainer.core.config import HOME, PACKAGE
+from trainer.core.config.typed import suggest
+from trainer.core.config.working_folder import find_options
+from trainer.core.distributed import launchers
+from trainer.core.errors import ConfigError
 from trainer.new import CLUSTERS, RECIPES, Recipe
-from trainer.new.from_script import convert
 
-HELP = """usage: python -m trainer.new NAME [--recipe RECIPE | --from SCRIPT] [--cluster CLUSTER]
+HELP = """usage: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]
 
   python -m trainer.new my-task                     a starter project, to replace data and model
   python -m trainer.new my-gpt --recipe gpt         a project that trains something real at once
-  python -m trainer.new my-task --from train.py     a DDP script as a task
   python -m trainer.new my-task --cluster ray       the file that Ray needs too
 
 Writes a project into the new folder NAME, which may be a path: a task, its settings, a test that
@@ -33,20 +35,17 @@ own, AGENTS.md for coding agents, Dockerfile and train.sbatch.
 recipes (python -m trainer.list recipes says what each reaches):
 {recipes}
 
---from copies model, data, loss, optimizer and settings from a training script. What it cannot find
-or would have to guess becomes a TODO in the task. It then prints the command that proves the task
-against the script. The script itself is not run.
-
 --cluster adds the file that starts the run elsewhere, with comments that say what to change:
 {clusters}
 
-Exit codes: 0 written, 2 invalid arguments, or a script that does not train."""
+A training script becomes a task by hand: docs/migrate.md.
+
+Exit codes: 0 written, 2 invalid arguments."""
 
 
-FLAGS = ("--recipe", "--from", "--cluster")
+FLAGS = ("--recipe", "--cluster")
 DEPLOY = HOME / "deploy" if HOME == PACKAGE else HOME / "scripts" / "deploy"
 TEMPLATE = Path(__file__).with_name("template")
-CONVERTED = Path(__file__).with_name("converted")
 OF_RECIPES = Path(__file__).with_name("recipes")
 SHARED = ("requirements.txt", "gitignore")  # files of the template that every project has
 # Files whose place in the project is not their name without .txt.
@@ -73,10 +72,7 @@ OF_LOCKSTEP = re.compile(
     r"^#.*(?:tests/|docs/|Use it as it is)"
 )  # lines on files of its repository
 SKYIGNORE = ".venv/\ndata/\nruns/\n__pycache__/\n"  # .gitignore would leave out wheels/, too
-USAGE = (
-    "give one name: python -m trainer.new NAME [--recipe RECIPE | --from SCRIPT] "
-    "[--cluster CLUSTER]"
-)
+USAGE = "give one name: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,12 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _find("--cluster", CLUSTERS, flags)
     if recipe == "notebook" and cluster:
         raise ConfigError("--recipe notebook: starts no ranks on a cluster; leave out --cluster")
-    folder = Path(single(words or [f"my-{recipe}"] * bool(recipe), USAGE))
+    folder = _folder_of(single(words or [f"my-{recipe}"] * bool(recipe), USAGE))
     name = folder.name
     module = name.replace("-", "_")
     _check(name, module, folder)
-    if "--from" in flags:
-        return _convert(Path(flags["--from"]), folder, module, cluster)
     values = _values(name, module, recipe, cluster)
     texts = _fill(_find_files(recipe), values)
     if not recipe:
@@ -98,7 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     texts = _with_cluster(texts, cluster, values)
     _write(folder, texts)
     written = f"written: {folder}/, {len(texts)} files; its README.md says what each is for"
-    command = launchers.as_started(" && ".join([f"cd {folder}", *_first_commands(name, recipe)]))
+    enter = f"cd {shlex.quote(str(folder))}"
+    command = launchers.as_started(" && ".join([enter, *_first_commands(name, recipe)]))
     facts = {"folder": folder, "num_files": len(texts), "command": command}
     lines = [written, f"begin with: {command}", *_on_cluster(cluster)]
     return answer(0, "written", facts, lambda: print(*lines, sep="\n"))
@@ -122,8 +117,6 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         del rest[: not equals]
         if not flags[flag]:
             raise ConfigError(f"{flag}: its value is missing; {USAGE}")
-    if "--recipe" in flags and "--from" in flags:
-        raise ConfigError("--recipe and --from: give only one of them")
     return words, flags
 
 
@@ -183,34 +176,11 @@ def _on_cluster(cluster: str) -> list[str]:
     return [f"on the cluster: {own.command}; {own.place} says what to change before"]
 
 
-def _convert(script: Path, folder: Path, module: str, cluster: str) -> int:
-    """Write a project with what a training script has."""
-    made = convert(script)
-    name = folder.name
-    values = _values(name, module, "", cluster)
-    if values["__CLASS__"] in made.script.definitions:
-        values["__CLASS__"] += "Task"
-    values["__SCRIPT__"] = script.name
-    values["__PROVE__"] = prove = made.proof(name, os.path.relpath(script, folder))
-    files = _find_files("", CONVERTED)
-    if not made.order:
-        files = [path for path in files if not path.name.startswith("script_order")]
-    texts = _fill(files, values)
-    texts[f"{module}.py"] = made.task(values["__CLASS__"])
-    texts[f"conf/task/{name}.yaml"] = made.config(name, module, values["__CLASS__"])
-    _write(folder, _with_cluster(texts | made.local_files(), cluster, values))
-    todos = counted(made.num_todos, "TODO")
-    lines = [f"written: {folder}/, with {todos}: grep -rn TODO {folder}", *made.notes()]
-    lines += [f"prove it with: cd {folder} && {prove}", *_on_cluster(cluster)]
-    facts = {"folder": folder, "num_todos": made.num_todos, "command": prove}
-    return answer(0, "written", facts, lambda: print(*map(launchers.as_started, lines), sep="\n"))
-
-
-def _find_files(recipe: str, own_folder: Path = TEMPLATE) -> list[Path]:
-    """Return the files of a project; its own replace the shared ones of the same name."""
-    if not recipe and own_folder == TEMPLATE:
+def _find_files(recipe: str) -> list[Path]:
+    """Return the files of a project; those of a recipe replace the shared ones of the same name."""
+    if not recipe:
         return sorted(TEMPLATE.iterdir())
-    own = sorted((OF_RECIPES / recipe if recipe else own_folder).iterdir())
+    own = sorted((OF_RECIPES / recipe).iterdir())
     shared = [path for path in OF_RECIPES.iterdir() if path.is_file()]
     shared += [TEMPLATE / name for name in SHARED]
     if recipe != "notebook":
@@ -268,13 +238,31 @@ def _fill(files: Sequence[Path], values: Mapping[str, str]) -> dict[str, str]:
     return texts
 
 
+def _folder_of(word: str) -> Path:
+    """Return the folder that a word names; it may begin with ~. Raises ConfigError."""
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:  # of no user
+        raise ConfigError(f"{word}: has no home directory; give another folder") from None
+
+
 def _write(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write a project: all of it, or nothing. Raises ConfigError."""
+    staged = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    above = [each for each in folder.parents if not each.exists()]  # the nearest first
     try:
         for place, text in texts.items():
-            path = folder / place
+            path = staged / place
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
+        staged.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        with suppress(OSError):
+            for each in above:
+                each.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise ConfigError(f"{folder}: {error.strerror}; start in another directory") from None
 
 
@@ -295,7 +283,7 @@ def _check(name: str, module: str, folder: Path) -> None:
     if not VALID.fullmatch(name) or len(name) > MOST:
         must = f"must be letters, digits, - and _, at most {MOST}, as in my-task"
         raise ConfigError(f"{str(folder)!r}: {must}")
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ConfigError(f"{folder}: already exists; choose another name")
     if keyword.iskeyword(module) or name.lower() in NO_NAMES:
         raise ConfigError(f"{name}: means something else to Python or YAML; choose another name")

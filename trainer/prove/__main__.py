@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli import JSON, answer, run
-from trainer.config.typed import suggest
-from trainer.errors import ConfigError, visible
+from trainer.core.config.typed import suggest
+from trainer.core.errors import ConfigError, visible
+from trainer.core.process.child import continue_in_session, end_as_by_interrupt
+from trainer.core.process.streams import print_table
 from trainer.pages import Page, Section, Status
 from trainer.pages.charts import Chart, Line, overlay
-from trainer.process.child import continue_in_session, end_as_by_interrupt
-from trainer.process.streams import print_table
-from trainer.prove.comparison import COLUMNS, PairComparison
+from trainer.prove.comparison import COLUMNS, OF_NO_STEP, PairComparison
 from trainer.prove.merging import CommandHistory
 from trainer.prove.notes import find_notes
+from trainer.prove.private_view import private_views
 from trainer.prove.runner import Bench, prove_pair, prove_resume
 
 HEADER = ("command", "ranks", *COLUMNS, "result")
@@ -65,7 +65,7 @@ def sentences(found: PairComparison) -> list[str]:
     """Return two lines for each difference: where it is, and its likely reason."""
     lines = []
     for each in found.deviations:
-        is_before = each.kind in ("evaluation", "initial weights", "steps", "ranks")
+        is_before = each.kind in ("initial weights", "steps", *OF_NO_STEP)
         number = found.number_of(each.place)
         when = "" if is_before else f"step {number}: "
         lines.append(f"{when}{each.where}")
@@ -93,6 +93,10 @@ def as_dictionary(found: PairComparison) -> dict[str, Any]:
             for each in found.deviations
         ],
         "notes": found.notes,
+        "written": {
+            each.name: [{"path": file.path, "what": file.what} for file in each.written]
+            for each in (found.one, found.other)
+        },
     }
 
 
@@ -151,9 +155,11 @@ it: the same number of ranks must reach the same bits, others the same results u
 Two commands that should train the same, such as a script on one and on two ranks: compares
 examples, losses, gradients, learning rates, weights and evaluation at every optimizer step. The
 script is not modified and may use any framework on PyTorch. If they differ, it prints the first
-step that does, what differs and the likely reason. --resume kills COMMAND after `kill` steps,
-resumes, and compares with a run that was not killed. {{dir}} in a command becomes a new folder, the
-same for both of these.
+step that does, what differs and the likely reason. What the commands write goes to a private view
+of the disk and is dropped; only {{dir}} and out are kept until the end. In a folder with a
+trainer.py of its own use `lockstep prove`: Python finds that file first. --resume kills COMMAND
+after `kill` steps, resumes, and compares with a run that was not killed. {{dir}} in a command
+becomes a new folder, the same for both of these.
   steps    optimizer steps to compare; the processes end after them
   dtype    auto uses fp64, which makes rounding tiny, if the script runs in it; otherwise
            a second run of A measures the effect of rounding
@@ -197,19 +203,26 @@ def prove(arguments: Sequence[str]) -> PairComparison:
         advice = f"give steps={2 * kill}: the steps after the resume are compared"
         raise ConfigError(f"kill={kill}: must be below steps={steps}; {advice}")
     folder = make_folder(words["out"])
-    bench = Bench(folder, steps, words["dtype"], limit_s, _tell)
-    try:
+    with private_views(folder, not words["out"]) as views:
+        bench = Bench(folder, views, steps, words["dtype"], limit_s, _tell)
         if "--resume" in arguments:
             found = prove_resume(bench, commands[0], commands[1], kill)
         else:
             found = prove_pair(bench, commands[0], commands[1])
-        found.notes.extend(find_notes(found))
+        _check_known(found)
+        found.notes.extend([*find_notes(found, views.is_whole), *views.find_notes()])
         if words["out"]:
             _write_page(found, folder)
-    finally:
-        if not words["out"]:
-            shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def _check_known(found: PairComparison) -> None:
+    """Raise ConfigError if ranks may exchange gradients by a library that is not recorded."""
+    if found.is_unknown:
+        (each,) = found.deviations
+        raise ConfigError(f"""cannot tell: {each.where}, as far as prove sees: {each.reason};
+            it does not see MPI, Horovod, Ray, sockets or shared memory;
+            give commands whose ranks use torch.distributed""")
 
 
 def make_folder(out: str) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainer.core.same import FP64, relative
 from trainer.prove.merging import (
     CommandHistory,
     Step,
@@ -26,7 +27,6 @@ from trainer.prove.rounding import (
     find_precision,
     relative_norm,
 )
-from trainer.same import FP64, relative
 
 COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
 # What explains a difference if it begins in an earlier step, and what also in the same one.
@@ -42,6 +42,7 @@ EARLIER = {
     "evaluation": (),
     "steps": ("examples", "ranks"),
     "ranks": (),
+    "alone": (),
 }
 SAME_STEP = {
     **dict.fromkeys(EARLIER, ("initial weights",)),
@@ -60,6 +61,7 @@ NUMBERS = (
     "steps",
     "ranks",
 )
+OF_NO_STEP = ("evaluation", "ranks", "alone")
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
 AMPLIFIED = 4.0  # for the error of sketches
 REST = "tensors that no optimizer has (an EMA, a frozen model, buffers)"
@@ -98,16 +100,27 @@ class PairComparison:
         """Return the verdict for the table."""
         if self.is_same:
             return "same"
-        places = [
-            each.place for each in self.deviations if each.kind not in ("evaluation", "ranks")
-        ]
+        kinds = [each.kind for each in self.deviations]
+        places = [each.place for each in self.deviations if each.kind not in OF_NO_STEP]
         if not places:
-            kinds = [each.kind for each in self.deviations]
+            if "alone" in kinds:
+                return "ranks train alone"
             return "ranks differ" if "ranks" in kinds else "evaluation differs"
         first = self.deviations[0]
         if first.kind == "initial weights":
             return "differs from the start"
         return f"differs from step {self.number_of(min(places))}"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return True if only this is open: whether ranks exchange gradients without our seeing it.
+
+        Without a process group of torch.distributed they may do so by MPI, Horovod, Ray, sockets or
+        shared memory, or be models of an ensemble.
+        """
+        alone = [each for each in (self.one, self.other) if each.are_alone]
+        kinds = {each.kind for each in self.deviations}
+        return kinds == {"alone"} and not any(each.has_group for each in alone)
 
     @property
     def is_evaluated(self) -> bool:
@@ -126,6 +139,7 @@ def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairC
     found = PairComparison(one, other, bounds, num_steps)
     found.worst = dict.fromkeys(COLUMNS, 0.0)
     firsts = [
+        _compare_company(found),
         _compare_initial(found),
         _compare_precision(found),
         _compare_examples(found),
@@ -151,6 +165,22 @@ def _is_consequence(deviation: Deviation, others: Sequence[Deviation]) -> bool:
         and each.place + (each.kind not in SAME_STEP[deviation.kind]) <= deviation.place
         for each in others
     )
+
+
+def _compare_company(found: PairComparison) -> Deviation | None:
+    """Return a finding if the ranks of a command do the same work, each by itself."""
+    for history in (found.other, found.one):
+        if not history.are_alone:
+            continue
+        if twins := max(rank.num_twins for rank in history.ranks):
+            where = f"{history.name} trains {twins + 1} times as rank {history.ranks[0].rank}"
+            return Deviation("alone", 0, f"{where} at the same time")
+        who = f"{len(history.ranks)} of {history.size} ranks of {history.name}"
+        has_rows = any(step.rows for step in history.steps)  # none if no module is called
+        same = "use the same examples and " if has_rows else ""
+        same = same if len(history.ranks) > 1 else "trained; it "
+        return Deviation("alone", 0, f"{who} {same}exchanged no gradients")
+    return None
 
 
 def _compare_initial(found: PairComparison) -> Deviation | None:
@@ -366,6 +396,6 @@ def _compare_lengths(found: PairComparison) -> Deviation | None:
         where = f"{found.one.name} made {one} steps, {found.other.name} {other}"
         return Deviation("steps", found.num_steps, where)
     for history in (found.other, found.one):
-        if history.note:
+        if not history.is_whole:
             return Deviation("steps", found.num_steps, f"{history.note} after {one} steps")
     return None

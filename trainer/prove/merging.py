@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.prove.private_view import WrittenFile
+
 Sketch = np.ndarray[Any, np.dtype[np.float64]]
 Event = Mapping[str, Any]
 
@@ -53,6 +55,7 @@ class RankStep:
     advances: list[int]  # steps of schedules: for each, the number of backward passes before it
     frozen: list[str]  # parameters that need no gradient
     changed: list[str]  # parameters that were changed since the optimizer's step before
+    exchanged: int  # elements of tensors that the rank sent or received since the step before
 
     @property
     def loss(self) -> float:
@@ -107,15 +110,15 @@ class RankHistory:
     gathers: set[int] = field(default_factory=set)  # evaluations without repeated examples
     errors: list[str] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
-    files: dict[str, bool] = field(default_factory=dict)  # is the first use of it a write?
-    written: set[str] = field(default_factory=set)
     num_rest: int | None = None  # elements of the tensors that no optimizer has, at first
     num_begun: int = 0  # steps, with one that has a backward pass and no end
     is_averaging: bool = False  # the script has a collective of small tensors or objects
-    time: float = 0.0
+    begun: float = 0.0  # time of the start of the process
     seconds: float = 0.0
     recording: float = 0.0
     num_bytes: int = 0
+    end: float = 0.0  # time of the last step
+    num_twins: int = 0  # other processes of this rank that were alive while it trained
 
 
 def decode(names: Sequence[str], texts: Sequence[str | None]) -> dict[str, Sketch | None]:
@@ -127,6 +130,7 @@ def decode(names: Sequence[str], texts: Sequence[str | None]) -> dict[str, Sketc
 
 
 Sketches = dict[str, Sketch]
+LEAST_EXCHANGED = 0.1  # of the trained elements: less than that are metrics
 NUM = 16  # sums of a sketch, as in recorder/sketches.py
 
 
@@ -237,6 +241,8 @@ class CommandHistory:
     initial: dict[int, Merged]  # first weights, by optimizer
     size: int = 0  # ranks that the launcher started
     note: str = ""  # how it was ended or failed, although it made steps
+    is_whole: bool = True  # each rank made all steps that were asked for, or ended by itself
+    written: list[WrittenFile] = field(default_factory=list)  # in its private view
 
     @classmethod
     def of(cls, name: str, command: str, ranks: list[RankHistory]) -> CommandHistory:
@@ -257,6 +263,35 @@ class CommandHistory:
         is_sharded_data = any("FSDP" in each["wrappers"] for each in describes)
         names = {tuple(each["names"]) for each in describes if each["number"] == 0}
         return (has_parts and not is_sharded_data) or len(names) > 1
+
+    @property
+    def are_alone(self) -> bool:
+        """Return True if ranks use the same examples and exchange nothing that we see.
+
+        Their gradients agree then, whether they are reduced or not.
+        """
+        if any(rank.num_twins for rank in self.ranks):
+            return True
+        if self.size < 2 or self.is_model_parallel or self._exchanges():
+            return False
+        return all(rank.rows == step.ranks[0].rows for step in self.steps for rank in step.ranks)
+
+    @property
+    def has_group(self) -> bool:
+        """Return True if a rank has a process group of torch.distributed."""
+        return any(each["has_group"] for rank in self.ranks for each in rank.optimizers.values())
+
+    def _exchanges(self) -> bool:
+        """Return True if gradients or weights of a step may be those of several ranks."""
+        if "FSDP" in self.about("wrappers"):
+            return True
+        about = self.ranks[0].optimizers.values()
+        num_trained = sum(math.prod(shape) for each in about for shape in each["shapes"])
+        for step in (step for rank in self.ranks for step in rank.steps):
+            is_reduced = any(call["is_wrapper"] and call.get("reduces") for call in step.forwards)
+            if is_reduced or step.exchanged > LEAST_EXCHANGED * num_trained:
+                return True
+        return False
 
     @property
     def parameters(self) -> set[str]:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from trainer.core.same import relative
 from trainer.prove.comparison import REST, PairComparison, rest_apart
 from trainer.prove.merging import CommandHistory, Step
+from trainer.prove.private_view import WrittenFile
 from trainer.prove.reasons.example_reasons import name_repeated, repeats_order
 from trainer.prove.reasons.gradient_reasons import BY_SCALE
 from trainer.prove.rounding import name_unjudged
-from trainer.same import relative
 
 
-def find_notes(found: PairComparison) -> list[str]:
-    """Return sentences on mistakes that both commands share, and on the recording."""
+def find_notes(found: PairComparison, is_protected: bool) -> list[str]:
+    """Return sentences on mistakes that both commands share, and on the recording.
+
+    The user's disk `is_protected` if the commands could change nothing on it.
+    """
     both = (found.one, found.other)
     notes = []
     repeating = [each.name for each in both if repeats_order(each)]
     if repeating:
         notes.append(name_repeated(repeating))
+    notes += _name_written(both, is_protected)
     for each in both:
         if any(c["is_scaled"] for step in each.steps for rank in step.ranks for c in rank.clips):
             notes.append(f"{each.name} clips gradients before GradScaler.unscale_: {BY_SCALE}")
@@ -39,6 +46,32 @@ def find_notes(found: PairComparison) -> list[str]:
     if errors:
         notes.append(f"the recorder itself failed: {errors[0].strip().splitlines()[-1]}")
     return notes
+
+
+MOST_SHOWN = 4  # files
+
+
+def _name_written(both: Sequence[CommandHistory], is_protected: bool) -> list[str]:
+    """Name what commands wrote in their private views, or in private copies."""
+    notes = []
+    lists = {each.name: each.written for each in both if each.written}
+    is_same = len(lists) == 2 and len({tuple(each) for each in lists.values()}) == 1
+    named = {" and ".join(lists): both[0].written} if is_same else lists
+    for who, files in named.items():
+        order = sorted(files, key=lambda each: (each.what == "new", each.path))
+        shown = [_name_file(each) for each in order[:MOST_SHOWN]]
+        more = f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else ""
+        gone = "in private copies that are gone"
+        if is_protected:
+            gone = "in a private view of the disk that is gone; your files are unchanged"
+        notes.append(f"{who} wrote {', '.join(shown)}{more}, {gone}")
+    return notes
+
+
+def _name_file(file: WrittenFile) -> str:
+    path = Path(file.path)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}" if file.what == "new" else f"{shown} ({file.what})"
 
 
 def _name_steps(found: PairComparison) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.errors import ConfigError
+from trainer.core.errors import ConfigError
 from trainer.prove.merging import EvalPass, Event, MicroBatch, RankHistory, RankStep, Sketch, decode
 
 MOST_BACKWARDS = 4  # per batch that are tried
@@ -151,11 +151,14 @@ def find_records(folder: Path) -> list[Path]:
 def open_histories(paths: Sequence[Path]) -> list[RankHistory]:
     """Return the history of each rank; of a rank with several processes, the longest."""
     read = [read_rank(path) for path in paths]
-    ranks = sorted({each.rank for each in read})
-    return [
-        max((each for each in read if each.rank == rank), key=lambda each: len(each.steps))
-        for rank in ranks
-    ]
+    longest = []
+    for rank in sorted({each.rank for each in read}):
+        own = [each for each in read if each.rank == rank]
+        best = max(own, key=lambda each: len(each.steps))
+        twins = [each for each in own if each.begun < best.end and best.begun < each.end]
+        best.num_twins = sum(each is not best for each in twins)
+        longest.append(best)
+    return longest
 
 
 def read_rank(path: Path) -> RankHistory:
@@ -182,16 +185,12 @@ def read_events(events: list[dict[str, Any]]) -> RankHistory:
     start = next((each for each in events if each["event"] == "start"), None)
     if start is None:
         raise ValueError("no start")
-    history = RankHistory(start["rank"], start["world_size"], time=start["time"])
+    history = RankHistory(start["rank"], start["world_size"], begun=start["begun"])
     passes = [each for each in events if each["event"] == "pass"]
     history.passes = {each["number"]: each for each in passes if "epoch" in each}  # described ones
     history.errors = [each["text"] for each in events if each["event"] == "error"]
     history.saves = [each["path"] for each in events if each["event"] == "save"]
     history.is_averaging = any(each["event"] == "averaged" for each in events)
-    for each in events:
-        if each["event"] == "file":
-            history.files.setdefault(each["path"], each["is_written"])
-            history.written |= {each["path"]} if each["is_written"] else set()
     label_batches(events)
     StepReader(history, events).read()
     _read_passes(history, events)
@@ -230,6 +229,7 @@ class StepReader:
                 history.steps.append(self._read_step(each, since))
                 history.seconds = each["seconds"]
                 history.recording = each["recording"]
+                history.end = each.get("time", history.begun)
                 since = []
         has_open = any(each["event"] == "backward" for each in since)
         history.num_begun = len(history.steps) + has_open
@@ -270,6 +270,7 @@ class StepReader:
             [each["pass"] for each in _number_by_pass(since, "advanced")],
             [names[place] for place in event.get("frozen", [])],
             self._read_changes(number),
+            event.get("exchanged", 0),
         )
 
     def _read_gradients(self, number: int) -> tuple[list[dict[str, Sketch]], list[int]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.errors import counted
+from trainer.core.errors import counted
+from trainer.core.same import FP64, TINY, relative
 from trainer.prove.merging import CommandHistory, Merged, Sketch, Step, distance, size_of
-from trainer.same import FP64, TINY, relative
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
 MEASURED = 30.0  # times the effect of a change in the last bit

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.errors import ConfigError, counted, shortened, visible
-from trainer.process.child import end, read_end, start
+from trainer.core.errors import ConfigError, counted, shortened, visible
+from trainer.core.process.child import end, read_end, start
 from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
+from trainer.prove.kept_output import OutputKeeper
 from trainer.prove.merging import CommandHistory, RankHistory
+from trainer.prove.private_view import View, Views, WrittenFile
 from trainer.prove.rank_reading import find_records, open_histories
 from trainer.prove.reasons import explain, explain_resume, find_partly_restored
 from trainer.prove.rounding import Bounds, compare_tensors, measure
@@ -45,13 +48,12 @@ class Recording:
     dtype: str  # fp64 or native
     kill: int | None = None
     is_perturbed: bool = False  # first weights changed by their last bit, other thread count
-    begun: float = field(default_factory=time.time)  # of the proof: files since then are new
 
-    def variables(self, folder: Path) -> dict[str, str]:
+    def variables(self, folder: Path, view: View | None = None) -> dict[str, str]:
         """Return the environment of a recorded command."""
         settings = {"folder": str(folder), "steps": self.steps, "dtype": self.dtype}
         settings |= {"kill": self.kill, "perturb": self.is_perturbed}
-        settings["begun"] = self.begun
+        settings["copies"] = str(view.copies) if view else None
         settings["threads"] = 2 if self.is_perturbed else None
         paths = [str(STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         programs = [*os.environ.get("PATH", "").split(os.pathsep), str(Path(sys.executable).parent)]
@@ -76,6 +78,8 @@ class CommandRun:
     code: int
     stopped: str
     records: list[Path] = field(default_factory=list)
+    written: list[WrittenFile] = field(default_factory=list)
+    is_full: bool = False  # the disk that takes what it writes
 
     @property
     def is_killed(self) -> bool:
@@ -88,6 +92,11 @@ class CommandRun:
         ranks = {each.name.split("-")[0].removeprefix("rank") for each in self.records}
         done = {each.name.removeprefix("done-") for each in self.folder.glob("done-*")}
         return bool(ranks) and ranks <= done
+
+    @property
+    def has_ended_whole(self) -> bool:
+        """Return True if a rank came to the last step that is compared, or to its normal end."""
+        return any(any(self.folder.glob(f"{each}-*")) for each in ("done", "ended"))
 
     @property
     def has_failed(self) -> bool:
@@ -123,6 +132,12 @@ class CommandRun:
             what = f"failed with code {self.code}; read its last lines above"
         elif not self.records:
             what = self._explain_no_records()
+        if reasons := sorted(self.folder.glob("unwritten-*")):
+            why = os.strerror(int(reasons[0].name.split("-")[1]))
+            advice = f"free space in {self.folder.parent}, or raise the limit (ulimit -f)"
+            what = f"its records could not be written ({why}); {advice}"
+        elif what and self.is_full:
+            what = f"{what}; the disk that takes its writes is full: set TMPDIR to another one"
         if what:
             print(self.last_lines(), file=sys.stderr)
             raise ConfigError(f"{self.command}: {what}")
@@ -161,29 +176,44 @@ def plain_path(folder: Path) -> Iterator[str]:
 
 
 def run_command(
-    command: str, folder: Path, recording: Recording, limit_s: float, work: Path
+    command: str,
+    folder: Path,
+    recording: Recording,
+    limit_s: float,
+    work: Path,
+    view: View | None = None,
 ) -> CommandRun:
     """Run a command in the shell with its output in a file, and return how it ended.
 
-    `{dir}` in the command is the folder `work`.
+    `{dir}` in the command is the folder `work`. What it writes elsewhere goes to the view.
     """
     folder.mkdir(parents=True)
     work.mkdir(exist_ok=True)
+    environment = recording.variables(folder.absolute(), view)
+    first = view.words(folder.parent, environment) if view else []
     stopped = ""
     mark = json.dumps(str(folder.absolute())).encode()  # in the environment of its processes
-    with plain_path(work) as place, (folder / "output.txt").open("wb") as output:
-        process = start(
-            ["/bin/sh", "-c", command.replace("{dir}", place)],
-            env=recording.variables(folder.absolute()),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    with plain_path(work) as place:
+        output = OutputKeeper(folder / "output.txt")
         try:
-            stopped = _wait(process, folder, limit_s)
+            process = start(
+                [*first, "/bin/sh", "-c", command.replace("{dir}", place)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output.writer,
+                stderr=subprocess.STDOUT,
+            )
+            output.start()
+            try:
+                stopped = _wait(process, folder, limit_s)
+            finally:
+                end(process, GRACE_S, mark, is_asked=not (folder / KILLED).exists())
+                if view:
+                    view.end()
         finally:
-            end(process, GRACE_S, mark, is_asked=not (folder / KILLED).exists())
-    return CommandRun(command, folder, process.returncode, stopped, find_records(folder))
+            output.close()
+    done = CommandRun(command, folder, process.returncode, stopped, find_records(folder))
+    return replace(done, written=view.list_written(), is_full=view.is_full()) if view else done
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str:
@@ -217,11 +247,11 @@ class Bench:
     """Where commands are run: `folder` of the records, number of steps, limit for a command."""
 
     folder: Path
+    views: Views
     steps: int
     dtype: str  # auto, fp64 or native
     limit_s: float
     tell: Callable[[str], None]
-    begun: float = field(default_factory=time.time)
 
     def run(
         self,
@@ -231,13 +261,24 @@ class Bench:
         is_perturbed: bool = False,
         work: Path | None = None,
         kill: int | None = None,
+        view: View | None = None,
     ) -> CommandRun:
-        """Run a command and return how it ended; `work` is {dir} in it, `kill` a step."""
+        """Run a command and return how it ended; `work` is {dir} in it, `kill` a step.
+
+        It gets a new view, unless it shall find what another command wrote in its `view`.
+        """
         self.tell(f"running {name} in {dtype}: {command}")
-        recording = Recording(self.steps, dtype, kill, is_perturbed, self.begun)
+        recording = Recording(self.steps, dtype, kill, is_perturbed)
         place = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
         work = work or place.with_name(f"files-{place.name}")
-        return run_command(command, place, recording, self.limit_s, work)
+        view = view or self.views.make()
+        done = run_command(command, place, recording, self.limit_s, work, view)
+        if problem := view.read_problem(done.code):
+            view.give_up(problem)
+            self.views.problem = problem
+            shutil.rmtree(place)
+            done = run_command(command, place, recording, self.limit_s, work, view)
+        return done
 
     def read(self, name: str, done: CommandRun) -> CommandHistory:
         """Return the history of a run. Raises ConfigError if it failed.
@@ -248,11 +289,23 @@ class Bench:
         if not have_uneven_steps(ranks):
             done.check()
         history = CommandHistory.of(name, done.command, ranks)
+        history.written = done.written
+        count = len(history.steps)
         if (done.code or done.stopped) and not done.is_complete:
             how = done.stopped or f"failed with code {done.code}"
             history.note = f"{name} {how} and was ended" if done.stopped else f"{name} {how}"
+            history.is_whole = have_made_steps(ranks, self.steps)
             self.tell(f"{done.last_lines()}\n{history.note}; the steps that it made are compared")
+        elif not (done.has_ended_whole or have_made_steps(ranks, self.steps)):
+            raise ConfigError(f"""{done.command}: ended abruptly after {counted(count, "step")} of
+                {self.steps}, by os._exit, or a signal that its launcher took for success; give
+                steps={count}""")
         return history
+
+
+def have_made_steps(ranks: Sequence[RankHistory], steps: int) -> bool:
+    """Return True if an optimizer of each rank has made so many steps."""
+    return all(any(each.number >= steps for each in rank.steps) for rank in ranks)
 
 
 def have_uneven_steps(ranks: Sequence[RankHistory]) -> bool:
@@ -274,6 +327,10 @@ def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
     if other_run.has_failed and other_run.code and not is_uneven and can_retry:
         return prove_pair(_native(bench, "B"), first, second)
     other = bench.read("B", other_run)
+    if not (one.is_whole or other.is_whole) and len(one.steps) == len(other.steps):
+        count = len(one.steps)
+        raise ConfigError(f"""cannot tell: {one.note}, {other.note}, both after
+            {counted(count, "step")}; give steps={count}, or limit=SECONDS""")
     bounds = find_bounds(bench, one, dtype)
     return explain(compare(one, other, bounds))
 
@@ -300,16 +357,18 @@ def prove_resume(bench: Bench, command: str, resume: str, kill: int) -> PairComp
     """
     dtype = "native" if bench.dtype == "native" else "fp64"
     work = bench.folder.absolute() / "files-killed"
-    killed = bench.run("A killed", command, dtype, work=work, kill=kill)
+    view = bench.views.make()
+    killed = bench.run("A killed", command, dtype, work=work, kill=kill, view=view)
     if killed.has_failed and not killed.is_killed and bench.dtype == "auto":
         dtype = "native"
-        killed = bench.run("A killed", command, dtype, work=work, kill=kill)
+        view = bench.views.make()
+        killed = bench.run("A killed", command, dtype, work=work, kill=kill, view=view)
     if not killed.is_killed:
         killed.check()
         bench.tell(killed.last_lines())
         what = f"{killed.stopped or 'ended with code 0'} before {counted(kill, 'step')} were made"
         raise ConfigError(f"{command}: {what}; give kill=STEP, or limit=SECONDS")
-    resumed = bench.read("resumed", bench.run("A resumed", resume, dtype, work=work))
+    resumed = bench.read("resumed", bench.run("A resumed", resume, dtype, work=work, view=view))
     one = bench.read("A", bench.run("A", command, dtype, work=work.with_name("files")))
     bounds = find_bounds(bench, one, dtype)
     return _align(one, resumed, bounds, kill, killed)

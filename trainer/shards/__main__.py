@@ -21,10 +21,11 @@ from trainer.cli import (
     split_arguments,
     take_words,
 )
-from trainer.config.compose import load_config
-from trainer.errors import ConfigError, RunError, ServerError, counted
-from trainer.rng import seed_example
-from trainer.rng.philox import key_of
+from trainer.core.config.compose import load_config
+from trainer.core.distributed.long_work import watched
+from trainer.core.errors import ConfigError, RunError, ServerError, counted
+from trainer.core.rng import seed_example
+from trainer.core.rng.philox import key_of
 from trainer.shards.download import digest_file, download, read_whole
 from trainer.shards.formats import FORMATS
 from trainer.shards.formats.mds import MdsWriter, encoding_of
@@ -55,7 +56,7 @@ def write_index(
     if format == "bin":
         settings = {"header": 0, "dtype": "uint16", **settings}
     found: list[tuple[str, int, int, bytes, Span | None]] = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(watched(names, f"reading {source.url}", "files")):
         with _local(source, name) as path:
             parts = _divide(format, path, settings, most_bytes)
             for rows, span in parts or [(int(made.rows[number]), None)]:
@@ -113,7 +114,7 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
     source = open_source(url)
     index = load_index(source)
     wrong = {}
-    for shard in range(len(index)):
+    for shard in watched(range(len(index)), f"reading {source.url}", "shards"):
         name = index.name(shard)
         try:
             span = index.span(shard)
@@ -174,7 +175,8 @@ def write_shards(dataset: Any, url: str, most_bytes: int, seed: int) -> ShardInd
     _check_empty(source)
     writer: MdsWriter | None = None
     written: list[tuple[str, int, int, bytes]] = []
-    for index, example in enumerate(_examples(dataset, key_of(seed, "shards"))):
+    examples = watched(_examples(dataset, key_of(seed, "shards")), f"writing {url}", "examples")
+    for index, example in enumerate(examples):
         columns = dict(_columns(example))
         if writer is not None and writer.is_full(most_bytes):
             written.append(_put(source, writer, len(written)))

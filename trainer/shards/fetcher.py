@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from trainer.data.order import EpochSampler, split
-from trainer.data.sampling.shard_order import Need, ShardOrder, ShardShuffle
-from trainer.data.workers import context_of_workers, prepare_worker
-from trainer.distributed.world import World
+from trainer.core.data.order import EpochSampler, split
+from trainer.core.data.sampling.shard_order import Need, ShardOrder, ShardShuffle
+from trainer.core.data.workers import context_of_workers, prepare_worker
+from trainer.core.distributed.world import World
 from trainer.shards.cache import ShardCache
 from trainer.shards.download import DOWNLOADS
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, one_line
+from trainer.core.errors import ConfigError, one_line
 from trainer.shards.sources import (
     CHUNK,
     LASTING,

@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from trainer.distributed.signals import signal_to_stop
-from trainer.errors import ConfigError, RunError, ServerError, one_line
+from trainer.core.distributed.long_work import watched
+from trainer.core.distributed.signals import signal_to_stop
+from trainer.core.distributed.watch.process_table import kernel_state
+from trainer.core.errors import ConfigError, RunError, ServerError, one_line
 
 PATIENCE_S = 3.0  # after a request to stop: what takes less time ends in order
 ANNOUNCE_S = 3.0  # a wait that takes longer is announced
@@ -107,8 +109,7 @@ def _holder(file: int) -> tuple[str, bool]:
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, place, *_ = line.split()
             if (kind, place) == ("FLOCK", f"{device}:{status.st_ino}") and int(pid) > 0:
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                is_stopped = state in "Tt"
+                is_stopped = kernel_state(int(pid)) in ("T", "t")
                 return f"process {pid}{' (stopped)' * is_stopped}", is_stopped
     return "another process", False
 
@@ -196,7 +197,8 @@ class LocalSource:
                 yield block
 
     def list(self) -> list[str]:
-        files = (path for path in self.folder.rglob("*") if path.is_file())
+        every = watched(self.folder.rglob("*"), f"listing {self.folder}", "names")
+        files = (path for path in every if path.is_file())
         return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def write(self, name: str, data: bytes) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli import JSON, answer, local, run, single, split_arguments, take_words
-from trainer.config.bucket_copies import address_of
-from trainer.config.plain_files import CONFIG
-from trainer.config.rules import check_path
-from trainer.distributed import launchers
-from trainer.errors import CheckpointError, ConfigError, visible
-from trainer.process.streams import print_table
+from trainer.core.config.copies import address_of
+from trainer.core.config.plain_files import CONFIG
+from trainer.core.config.rules import check_path
+from trainer.core.distributed import launchers
+from trainer.core.errors import CheckpointError, ConfigError, visible
+from trainer.core.process.streams import print_table
 
 HELP = """usage: python -m trainer.show RUN [out=FILE.html] [--long] [--config-dir DIR]
        python -m trainer.show RUN RUN [...] [out=FILE.html] [out=FILE.csv]
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     for out in outs:
         if out.suffix != ".html":
             raise ConfigError(f"out={out}: must end with .html; several runs have .csv too")
-    from trainer.checkpoints.transaction import MANIFEST
+    from trainer.core.checkpoints.transaction import MANIFEST
 
     if (place / MANIFEST).is_file() or not (place / CONFIG).is_file():
         if outs:
@@ -134,7 +134,7 @@ def _read_checkpoints(place: Path, is_long: bool = False) -> list[dict[str, Any]
 
     Their bytes are compared with the manifest if that takes no longer than a minute, or `is_long`.
     """
-    from trainer.checkpoints import transaction as checkpoint
+    from trainer.core.checkpoints import transaction as checkpoint
 
     is_one = (place / checkpoint.MANIFEST).is_file()
     paths = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
@@ -149,7 +149,7 @@ def _read_checkpoints(place: Path, is_long: bool = False) -> list[dict[str, Any]
 
 def _examine(path: Path, is_read: bool) -> dict[str, Any]:
     """Return what is known of a checkpoint; nothing if its run has just removed it."""
-    from trainer.checkpoints import transaction as checkpoint
+    from trainer.core.checkpoints import transaction as checkpoint
 
     try:
         read = checkpoint.load if is_read else checkpoint.CheckpointFiles.read

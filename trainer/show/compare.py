@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli import answer
-from trainer.config.plain_files import CONFIG, read_lines
-from trainer.errors import ConfigError, visible
+from trainer.core.config.plain_files import CONFIG, read_lines
+from trainer.core.errors import ConfigError, visible
+from trainer.core.process.streams import print_table
 from trainer.pages import write_out
 from trainer.pages.charts import Cell
-from trainer.process.streams import print_table
 from trainer.show.differences import SAME_BITS
 from trainer.show.run_reading import read_runs
 from trainer.show.several_runs import (

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoints.transaction import is_gone
-from trainer.codec import digest, name_of
-from trainer.config.schema import LAYOUT
-from trainer.errors import CheckpointError, counted, shortened
+from trainer.core.checkpoints.transaction import is_gone
+from trainer.core.codec import digest, name_of
+from trainer.core.config.schema import LAYOUT
+from trainer.core.distributed.signals import STOPPED
+from trainer.core.errors import CheckpointError, counted, shortened
+from trainer.core.same import RUNS, TINY, relative
+from trainer.core.same.distance import squares
+from trainer.core.strategy.ddp import COMPRESSING
 from trainer.pages.charts import SPEED
-from trainer.record.startup import STOPPED
-from trainer.same import RUNS, TINY, relative
-from trainer.same.distance import squares
 from trainer.show.run_reading import PLACE, Curve, RunFiles
-from trainer.strategy.ddp import COMPRESSING
 
 EXAMPLES = "the examples"
 MOST_BYTES = 2**26  # of a tensor that is read at once

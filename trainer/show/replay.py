@@ -11,22 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import transaction
-from trainer.checkpoints.resume import FIXED
-from trainer.checkpoints.run_directory import read_values
-from trainer.checkpoints.transaction import MANIFEST, Manifest
 from trainer.cli import answer, load_task, run_directory, take_words
-from trainer.config.compose import load_run_config
-from trainer.config.schema import Config, MeshSizes
-from trainer.data.order import BatchPlan
-from trainer.errors import CheckpointError, ConfigError, counted, visible
-from trainer.loop.diagnosis import Example, examine
-from trainer.process.streams import HidingStream
-from trainer.record.startup import STOPPED
+from trainer.core.checkpoints import transaction
+from trainer.core.checkpoints.resume import FIXED
+from trainer.core.checkpoints.run_directory import read_values
+from trainer.core.checkpoints.transaction import MANIFEST, Manifest
+from trainer.core.config.compose import load_run_config
+from trainer.core.config.schema import Config, MeshSizes
+from trainer.core.data.order import BatchPlan
+from trainer.core.distributed.signals import STOPPED
+from trainer.core.errors import CheckpointError, ConfigError, counted, visible
+from trainer.core.loop.diagnosis import Example, examine
+from trainer.core.process.streams import HidingStream
+from trainer.core.strategy import find_strategy
+from trainer.core.strategy.modules.batchnorm import has_batchnorm
+from trainer.core.trainer import active_run
 from trainer.show.run_reading import mesh_of
-from trainer.strategy import find_strategy
-from trainer.strategy.modules.batchnorm import has_batchnorm
-from trainer.trainer import active_run
 
 ALONE = MeshSizes("auto", 1, 1, 1, 1)
 SHOWN = 5

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.schema import LAYOUT
-from trainer.errors import ConfigError, counted
+from trainer.core.config.schema import LAYOUT
+from trainer.core.distributed.signals import STOPPED
+from trainer.core.errors import ConfigError, counted
+from trainer.core.record.startup import picture
 from trainer.pages import MOST_CHARTS, Card, Page, Row, Section, Status
 from trainer.pages.charts import (
     SPEED,
@@ -24,7 +26,6 @@ from trainer.pages.charts import (
     shown,
     spoken,
 )
-from trainer.record.startup import STOPPED, picture
 from trainer.show.audit import audit
 from trainer.show.run_reading import EPOCH, PLACE, RunFiles, mesh_of
 
@@ -269,9 +270,9 @@ def _split_settings(
 
 def _read_defaults(task: str, config_dirs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a task without changes; without its file, Lockstep's own."""
-    from trainer.config import CONF
-    from trainer.config.compose import load_config
-    from trainer.task import Task
+    from trainer.core.config import CONF
+    from trainer.core.config.compose import load_config
+    from trainer.core.task import Task
 
     # in a checkout that folder is Lockstep's own, and a task's file must not be given twice
     is_theirs = Path("conf").resolve() != CONF.resolve()

@@ -8,18 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import run_directory as rundir
-from trainer.checkpoints import transaction
-from trainer.checkpoints.transaction import Manifest
-from trainer.config.bucket_copies import address_of
-from trainer.config.plain_files import CONFIG, read_config
-from trainer.config.schema import MeshSizes, flatten
-from trainer.config.typed import build, convert
-from trainer.data import ledger
-from trainer.distributed.world import World
-from trainer.errors import CheckpointError, ConfigError, one_line
-from trainer.record.trackers import SAMPLES
-from trainer.strategy.mesh import AXES, Mesh
+from trainer.core.checkpoints import run_directory as rundir
+from trainer.core.checkpoints import transaction
+from trainer.core.checkpoints.transaction import Manifest
+from trainer.core.config.copies import address_of
+from trainer.core.config.plain_files import CONFIG, read_config
+from trainer.core.config.schema import MeshSizes, flatten
+from trainer.core.config.typed import build, convert
+from trainer.core.data import ledger
+from trainer.core.distributed.world import World
+from trainer.core.errors import CheckpointError, ConfigError, one_line
+from trainer.core.record.trackers import SAMPLES
+from trainer.core.strategy.mesh_sizes import AXES, Mesh
 
 EPOCH = "epoch"  # the curve of progress
 LEDGER = "ledger"
@@ -177,7 +177,7 @@ class RunFiles:
 
         Raises CheckpointError.
         """
-        from trainer.checkpoints.reading import open_content
+        from trainer.core.checkpoints.reading import open_content
 
         loaded = transaction.load(self.checkpoints[step])
         content = open_content(loaded)

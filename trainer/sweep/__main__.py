@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.run_directory import check_free
 from trainer.cli import (
     HYDRA_FLAGS,
     JSON,
@@ -21,14 +20,22 @@ from trainer.cli import (
     run,
     split_arguments,
 )
-from trainer.config.compose import SWEPT, answer, load_config, parse
-from trainer.config.schema import Config
-from trainer.distributed.launchers import MASTER, Launcher
-from trainer.errors import ConfigError
-from trainer.sweep.jobs import Job, Sweep, cluster_of, is_known, open_executor, submit
+from trainer.core.checkpoints.run_directory import check_free
+from trainer.core.config.compose import SWEPT, answer, load_config, parse
+from trainer.core.config.schema import Config
+from trainer.core.distributed.launchers import MASTER, Launcher
+from trainer.core.errors import ConfigError
+from trainer.sweep.jobs import (
+    MOST_JOBS,
+    TOO_MANY,
+    Job,
+    Sweep,
+    cluster_of,
+    find_known,
+    open_executor,
+    submit,
+)
 from trainer.sweep.study import SWEEPER, search
-
-MOST_JOBS = 2_000
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
@@ -42,8 +49,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
             values = [f"{key}={value}" for value in some]
         choices.append(values or [override.input_line])
         if math.prod(map(len, choices)) > MOST_JOBS:
-            must = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
-            raise ConfigError(f"{override.input_line}: {must}")
+            raise ConfigError(f"{override.input_line}: {TOO_MANY}")
     return [list(job) for job in itertools.product(*choices)]
 
 
@@ -79,9 +85,11 @@ def run_combinations(
 
 def _submit(sweep: Sweep, cluster: str, settings: Sequence[str]) -> int:
     executor = open_executor(cluster, sweep.place / "submitit", settings)
+    before = [job.submitted for job in sweep.jobs if job.state != "done" and job.submitted]
+    known = find_known(cluster, before)
     for job in sweep.jobs:
         if job.state != "done":
-            is_waiting = job.submitted and is_known(cluster, job.submitted)
+            is_waiting = job.submitted in known
             job.hand_over(job.submitted if is_waiting else submit(executor, job.words))
             sweep.record()
         state = job.state if job.state == "done" else f"submitted as {job.submitted}"
@@ -110,7 +118,7 @@ def _name(combinations: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 def _check_jobs(jobs: Sequence[Job], configs: Sequence[Config], is_here: bool) -> None:
     """Run the early checks of every job. The number of ranks on a cluster is not known here."""
-    from trainer.setup.checks import check_training, try_optimizer
+    from trainer.core.setup.early_checks import check_training, try_optimizer
 
     tasks = [_as_rank_0(job, config) for job, config in zip(jobs, configs, strict=True)]
     for task in tasks if is_here else ():
@@ -123,7 +131,7 @@ def _as_rank_0(job: Job, config: Config) -> Any:
     """Return the Trainer of a job, as its rank 0 will build it."""
     # imported late, with torch, so that errors of load_task are reported first
     task = load_task(config)
-    from trainer.distributed.world import World, count_ranks
+    from trainer.core.distributed.world import World, count_ranks
 
     ranks = 1
     if config.launch.name != "inline":

@@ -22,18 +22,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import run_directory as rundir
-from trainer.checkpoints.run_directory import Lease
-from trainer.config.plain_files import read_json
-from trainer.config.schema import Config
-from trainer.config.typed import build
-from trainer.distributed import launchers
-from trainer.distributed.signals import SIGNALS
-from trainer.errors import ConfigError, one_line, visible
-from trainer.process import child
-from trainer.process.streams import print_table
+from trainer.core.checkpoints import run_directory as rundir
+from trainer.core.checkpoints.run_directory import Lease
+from trainer.core.config.plain_files import read_json
+from trainer.core.config.schema import Config, LaunchSettings
+from trainer.core.config.typed import build
+from trainer.core.distributed import launchers
+from trainer.core.distributed.signals import SIGNALS, STOPPED
+from trainer.core.distributed.threads import NAME as OMP_NUM_THREADS
+from trainer.core.errors import ConfigError, RunError, one_line, shortened, visible
+from trainer.core.process import child
+from trainer.core.process.streams import print_table
 
+MOST_JOBS = 2_000
+TOO_MANY = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
 LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
+ANSWER_S = 60.0  # for squeue
+FORGOTTEN = "invalid job id"  # in SLURM's error for a job that ended some minutes ago
 _CHOICE = "hydra/launcher="
 _PREFIX = "hydra.launcher."
 # submitit has these settings for every cluster; the others are named slurm_<name>.
@@ -100,13 +105,36 @@ def submit(executor: Any, words: Sequence[str]) -> str:
         raise ConfigError(f"{_CHOICE}submitit_slurm: {one_line(error)[:300]}") from None
 
 
-def is_known(cluster: str, job: str) -> bool:
-    """Return True while the job waits or runs."""
+def find_known(cluster: str, jobs: Sequence[str]) -> set[str]:
+    """Return those of the submitted jobs that wait or run.
+
+    Raises RunError if SLURM does not say: a job that is submitted again would run twice.
+    """
     if cluster == "local":
-        return Path("/proc", job).exists()
-    words = [shutil.which("squeue") or "squeue", "--noheader", f"--jobs={job}"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
-    return done.returncode == 0 and bool(done.stdout.strip())
+        return {job for job in jobs if Path("/proc", job).exists()}
+    if not jobs:
+        return set()
+    squeue = shutil.which("squeue") or "squeue"
+    words = [squeue, "--noheader", "--all", "--format=%i", f"--jobs={','.join(jobs)}"]
+    # SQUEUE_STATES and the like would leave out jobs
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        done = subprocess.run(  # noqa: S603
+            words, capture_output=True, text=True, errors="replace", timeout=ANSWER_S, env=own
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unsure(one_line(error)) from None
+    # a job alone that SLURM has forgotten is an error, one of several is left out
+    if done.returncode and not (len(jobs) == 1 and FORGOTTEN in done.stderr.lower()):
+        raise _unsure(done.stderr.strip() or f"it ended with code {done.returncode}")
+    listed = re.findall(r"^\s*(\d+)", done.stdout, re.MULTILINE)
+    return {*listed} & {*jobs}
+
+
+def _unsure(why: str) -> RunError:
+    return RunError(f"""squeue did not say which jobs of this sweep still wait or run:
+        {shortened(" ".join(why.split()), 300)};
+        nothing was submitted; repeat this command later""")
 
 
 def _train(words: list[str]) -> int:
@@ -120,7 +148,6 @@ def _train(words: list[str]) -> int:
     return 0
 
 
-STOPPED = 75
 POLL_S = 0.05
 MOST_OF_A_NAME = 80  # characters of a job's values
 _STATES = {0: "done", STOPPED: "stopped"}
@@ -251,7 +278,7 @@ class Sweep:
             while running or (waiting and not self.is_stopped):
                 while waiting and free and not self.is_stopped and not received:
                     job, slot = waiting.pop(0), free.pop(0)
-                    running[slot] = _Process.of(job, self.place, slot, self.config.launch.jobs)
+                    running[slot] = _Process.of(job, self.place, slot, self.config.launch)
                     for number in received:  # while it was started
                         running[slot].process.send_signal(number)
                     self.record()
@@ -343,13 +370,13 @@ class _Process:
     began: float
 
     @classmethod
-    def of(cls, job: Job, place: Path, slot: int, num_slots: int) -> _Process:
-        """Start a job in one of `num_slots` places of this machine."""
+    def of(cls, job: Job, place: Path, slot: int, launch: LaunchSettings) -> _Process:
+        """Start a job in one of `launch.jobs` places of this machine."""
         job.begin()
         log = place / f"job-{job.number}.log"
         with log.open("ab") as file:  # a later start goes on in it
             words = [sys.executable, *launchers.words(), *job.words]
-            told = {**os.environ, **_divide_machine(slot, num_slots)}
+            told = {**os.environ, **_divide_machine(slot, launch)}
             process = child.start(words, stdout=file, stderr=subprocess.STDOUT, env=told)
         return cls(job, process, log, time.monotonic())
 
@@ -361,15 +388,17 @@ class _Process:
         return code is not None
 
 
-def _divide_machine(slot: int, num_slots: int) -> dict[str, str]:
+def _divide_machine(slot: int, launch: LaunchSettings) -> dict[str, str]:
     """Return the variables with which a job uses its part of the machine's cores and GPUs."""
-    if num_slots == 1:
+    num_slots = launch.jobs
+    if num_slots == 1 or launch.name == "ray":  # its ranks run where Ray has room
         return {}
-    from trainer.distributed.world import usable_cores
+    from trainer.core.distributed.world import count_ranks, usable_cores
 
     told = {}
-    if "OMP_NUM_THREADS" not in os.environ:
-        told["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_slots))
+    if not os.environ.get(OMP_NUM_THREADS, "").strip():
+        ranks = 1 if launch.name == "inline" else count_ranks(launch.nproc_per_node or "auto")
+        told[OMP_NUM_THREADS] = str(max(1, usable_cores() // (num_slots * ranks)))
     devices = _list_visible_gpus()
     each = len(devices) // num_slots
     if devices:  # with more jobs than GPUs, several share one
@@ -383,7 +412,7 @@ def _list_visible_gpus() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [word for word in given.split(",") if word.strip()]
-    from trainer.distributed import accelerator
+    from trainer.core.distributed import accelerator
 
     return [str(number) for number in range(accelerator.count())]
 

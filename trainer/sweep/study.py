@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainer.checkpoints.run_directory import check_free
-from trainer.config.compose import SEARCHED, load_config, parse
-from trainer.config.plain_files import parse_yaml
-from trainer.config.typed import build, limit
-from trainer.errors import ConfigError, one_line, visible
-from trainer.sweep.jobs import Job, Sweep
+from trainer.core.checkpoints.run_directory import check_free
+from trainer.core.config.compose import SEARCHED, load_config, parse
+from trainer.core.config.plain_files import MOST_OF_YAML, parse_yaml, read_of_user
+from trainer.core.config.typed import build, limit
+from trainer.core.errors import ConfigError, one_line, visible
+from trainer.sweep.jobs import MOST_JOBS, TOO_MANY, Job, Sweep
 
 SWEEPER = "hydra/sweeper=optuna"
 JOURNAL = "study.journal"
 _KEY = "hydra.sweeper."
 _SAMPLER = "hydra/sweeper/sampler="
-_DEFAULTS: dict[str, Any] = {"n_trials": 20, "n_jobs": 1, "sampler": "tpe", "sampler.seed": None}
-_DEFAULTS |= {"direction": None, "study_name": None, "storage": None}
+NUM_TRIALS = 20  # of a search without n_trials, except of a grid
+_DEFAULTS: dict[str, Any] = {"n_trials": None, "n_jobs": 1, "sampler": "tpe"}
+_DEFAULTS |= {"sampler.seed": None, "direction": None, "study_name": None, "storage": None}
 # Settings of Hydra that a file must not set in a search; the last two were for the old plugin.
 _REFUSED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper")
 _OLD_PLUGIN = "hydra_optuna_sweeper"
@@ -111,7 +112,7 @@ def _check_files(config_dirs: Sequence[str]) -> None:
     """Raise ConfigError for Hydra settings in a file of --config-dir: Hydra runs no jobs."""
     for file in [file for folder in config_dirs for file in sorted(Path(folder).glob("*/*.yaml"))]:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_of_user(file, MOST_OF_YAML).decode()
             plain = parse_yaml(text)
         except (OSError, ValueError):
             continue  # composing reports it if the file is used
@@ -133,6 +134,7 @@ def _check_place(place: Path, settings: Settings) -> None:
     check_free(place)
 
 
+MOST_NUMBERS = 100_000  # of a range of floats: Hydra computes each
 Space = Mapping[str, Any]  # a setting -> Optuna's distribution of its values
 
 
@@ -140,7 +142,7 @@ Space = Mapping[str, Any]  # a setting -> Optuna's distribution of its values
 class Settings:
     """Settings `hydra.sweeper.*`; `seed` is `sampler.seed`."""
 
-    n_trials: Annotated[int, limit(min=1)]
+    n_trials: Annotated[int | None, limit(min=1)]  # None: all points of a grid, else NUM_TRIALS
     n_jobs: Annotated[int, limit(min=1, max=1)]  # jobs run one after another
     sampler: Literal["tpe", "random", "grid"]
     seed: Annotated[int | None, limit(min=0)]
@@ -183,15 +185,23 @@ def read_space(sweeps: Sequence[Any]) -> Space:
                 words = tuple(override.sweep_string_iterator())
                 distribution = distributions.CategoricalDistribution(words)
             elif override.is_range_sweep():
-                numbers = sorted(value.range())
-                step = abs(value.step)
-                distribution = _span(distributions, numbers[0], numbers[-1], is_log, step)
+                low, high = _ends(value.range())
+                distribution = _span(distributions, low, high, is_log, abs(value.step))
             else:
                 distribution = _span(distributions, value.start, value.end, is_log)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{override.input_line}: {one_line(error)}") from None
         space[override.get_key_element()] = distribution
     return space
+
+
+def _ends(numbers: Any) -> tuple[float, float]:
+    """Return the smallest and the largest number of a range. Raises ValueError for a long one."""
+    if not isinstance(numbers, range):  # Hydra's, of floats
+        numbers = [*itertools.islice(numbers, MOST_NUMBERS + 1)]
+        if len(numbers) > MOST_NUMBERS:
+            raise ValueError(f"has more than {MOST_NUMBERS:,} values; give interval(<low>,<high>)")
+    return min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])
 
 
 def _span(distributions: Any, low: float, high: float, is_log: bool, step: Any = None) -> Any:
@@ -245,9 +255,10 @@ class Study:
 
     @property
     def num_trials(self) -> int:
-        """Number of trials of the search; a grid has at most one per point."""
-        num_trials = self._settings.n_trials
-        return min(num_trials, len(self._points)) if self._points else num_trials
+        """Number of trials of the search; a grid has one per point if there is no `n_trials`."""
+        num_points = len(self._points)
+        num_trials = self._settings.n_trials or num_points or NUM_TRIALS
+        return min(num_trials, num_points) if num_points else num_trials
 
     def open_trial(self, number: int) -> StudyTrial:
         """Return the trial of this number: a finished, an interrupted, or a new one."""
@@ -304,15 +315,17 @@ def _suggest(trial: Any, name: str, distribution: Any) -> Any:
 def list_points(space: Space) -> list[dict[str, Any]]:
     """Return every combination of the values; those of the last setting change fastest.
 
-    Raises ConfigError for an interval of floats.
+    Raises ConfigError for an interval of floats, and for more points than a sweep may have.
     """
-    values = []
+    values: list[Sequence[Any]] = []
     for name, distribution in space.items():
         if hasattr(distribution, "choices"):
             values.append(list(distribution.choices))
         elif isinstance(distribution.low, int):
-            values.append([*range(distribution.low, distribution.high + 1, distribution.step)])
+            values.append(range(distribution.low, distribution.high + 1, distribution.step))
         else:
             advice = "must be values, as a,b or range(1,4), for hydra/sweeper/sampler=grid"
             raise ConfigError(f"{name}: {advice}")
+        if math.prod(map(len, values)) > MOST_JOBS:
+            raise ConfigError(f"{name}: {TOO_MANY}")
     return [dict(zip(space, point, strict=True)) for point in itertools.product(*values)]

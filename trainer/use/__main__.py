@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.cli import (
@@ -16,9 +17,10 @@ from trainer.cli import (
     split_arguments,
     take_words,
 )
-from trainer.config.compose import load_run_config
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, visible
+from trainer.core.config.compose import load_run_config
+from trainer.core.config.new_files import check_name
+from trainer.core.config.schema import Config
+from trainer.core.errors import ConfigError, visible
 
 HELP = """usage: python -m trainer.use RUN [split=test] [key=value ...] [--config-dir DIR]
        python -m trainer.use RUN out=FILE [--stored] [split=test] [key=value ...]
@@ -43,7 +45,8 @@ out: a new file; its suffix selects the format
                          as ema.<name>, one tensor at a time and without the task's code
   FOLDER/                a Hugging Face folder, written by the model's save_pretrained, with the
                          task's tokenizer or processor and a card; merge=true merges adapters into
-                         the weights. A fresh process loads it by Auto classes and compares outputs
+                         the weights. A fresh process loads it by Auto classes and compares outputs,
+                         also those of a pipeline of transformers for the tasks that come with it
   .engine                TensorRT for this machine's GPU, built from ONNX; it is not compared
 An export has the weights used for evaluation, in fp32. Next to it are a page that describes the
 inputs and their preprocessing, and the examples with their outputs.
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         overrides.append(f"eval.splits=[{own['split']}]")
     if "out" not in own:
         return _evaluate(_load(place, overrides, config_dirs))
-    out = Path(own["out"])
+    out = _read_out(own["out"])
     if own["out"].endswith("/") or not out.suffix:
         config = load_run_config(place, overrides, config_dirs)
         return _write_folder(config, out, own.get("merge", "false"), STORED in rest)
@@ -94,12 +97,26 @@ def main(arguments: Sequence[str]) -> int:
     return export(load_run_config(place, overrides, config_dirs), out)
 
 
+def _read_out(given: str) -> Path:
+    """Return the file or folder to write, on this machine."""
+    if "://" in given:
+        raise ConfigError(f"""out={given}: is an address, and exports are written to this machine;
+            give a file or folder here, and copy it""")
+    if not given:
+        raise ConfigError("out=: names nothing; give a file, or a folder that ends with /")
+    out = Path(given)
+    with suppress(RuntimeError):  # nobody has that name
+        out = out.expanduser()
+    check_name(f"out={given}", out)
+    return out
+
+
 def _load(place: str, overrides: list[str], config_dirs: Sequence[str]) -> Config:
     """Return the settings of a run, with a layout that these ranks have."""
     config = load_run_config(place, overrides, config_dirs)
     if any(word.startswith("strategy") for word in overrides):
         return config
-    from trainer.setup.checks import for_these_ranks
+    from trainer.core.setup.early_checks import for_these_ranks
 
     return for_these_ranks(config)
 
@@ -110,7 +127,7 @@ def _evaluate(config: Config) -> int:
     if not metrics:
         raise ConfigError(f"""task={config.task.name}: has no evaluation data;
             return a dataset from build_dataset({config.eval.splits[0]!r})""")
-    from trainer.checkpoints.run_directory import strict
+    from trainer.core.checkpoints.run_directory import strict
 
     found = {"step": task.step, **strict(metrics)}
     if task.world.rank:
@@ -123,7 +140,7 @@ def _write_folder(config: Config, out: Path, merge: str, is_stored: bool) -> int
         raise ConfigError(f"merge={merge}: must be true or false")
     check_alone(f"out={out}", "export with one process")
     task = load_task(config)(config)
-    from trainer.loop.folder_export import FolderExport, write_pretrained
+    from trainer.hf.folder_export import FolderExport, write_pretrained
 
     export = FolderExport(out, f"out={out}", merge == "true", is_stored)
     lines, step = write_pretrained(task, config, export)

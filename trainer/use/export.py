@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import shlex
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,17 +19,19 @@ from typing import Any
 import numpy
 import torch
 
-from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.reading import open_content
-from trainer.checkpoints.tensor_files import write_tensors
 from trainer.cli import answer, check_alone, load_task
-from trainer.config.schema import Config
-from trainer.engine.training_state import OF_MODEL
-from trainer.engine.values import first_rows
-from trainer.errors import CheckpointError, ConfigError, RunError, one_line
-from trainer.loop.training import ROWS, on_one_process
-from trainer.same import CLOSE
-from trainer.same.distance import apart
+from trainer.core.checkpoints import transaction as checkpoint
+from trainer.core.checkpoints.reading import open_content
+from trainer.core.checkpoints.tensor_files import write_tensors
+from trainer.core.config.new_files import check_new
+from trainer.core.config.schema import Config
+from trainer.core.engine.training_state import OF_MODEL
+from trainer.core.engine.values import first_rows
+from trainer.core.errors import CheckpointError, ConfigError, RunError, one_line
+from trainer.core.loop.training import ROWS, on_one_process
+from trainer.core.same import CLOSE
+from trainer.core.same.distance import apart
+from trainer.hf.staged_folder import open_scratch, why_full
 from trainer.use.model import (
     ExportModel,
     Flat,
@@ -211,22 +212,18 @@ def export(config: Config, out: Path) -> int:
     """Write the model of a run's checkpoint, and return the exit code."""
     form = FORMS[out.suffix]
     check_alone(f"out={out}", "export with one process")
+    for path in _files_of(out):
+        check_new(f"out={path}", path)
     config = on_one_process(config)
     trained = load_trained(load_task(config)(config))
-    for path in _files_of(out):
-        if path.exists():
-            raise ConfigError(f"out={path}: already exists; give another name")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:
-            lines = _write(form, trained, Path(scratch) / out.name)
-            for path in sorted(Path(scratch).iterdir()):
+        with open_scratch(out) as scratch:
+            lines = _write_or_explain(form, trained, scratch / out.name)
+            for path in sorted(scratch.iterdir(), reverse=True):  # the model last
                 path.replace(out.parent / path.name)
     except OSError as error:
-        raise RunError(f"{out}: cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):  # it is not empty
-            out.parent.rmdir()
+        raise RunError(f"""{out}: cannot be written: {error.strerror};
+            make room, or give another out=FILE""") from None
     files = [str(path) for path in _files_of(out)]
     facts = {"format": form, "step": trained.task.step, "files": files, "notes": lines}
     text = "\n".join([*lines, f"written: {', '.join(files)}"])
@@ -235,6 +232,16 @@ def export(config: Config, out: Path) -> int:
 
 def _files_of(out: Path) -> list[Path]:
     return [out, Path(f"{out}.md"), Path(f"{out}.npz")]
+
+
+def _write_or_explain(form: str, trained: ExportModel, path: Path) -> list[str]:
+    """Write the files of an export. Raises OSError for a full disk, whatever a library raises."""
+    try:
+        return _write(form, trained, path)
+    except Exception as error:
+        if full := why_full(error, path.parent):
+            raise OSError(0, full) from error
+        raise
 
 
 def _write(form: str, trained: ExportModel, path: Path) -> list[str]:
@@ -278,8 +285,7 @@ def write_stored(place: Path, target: Path) -> int:
     Averaged weights (run.ema_decay) are written too, as ema.<name>. One tensor is read and written
     at a time, and the task is not built.
     """
-    if target.exists():
-        raise ConfigError(f"out={target}: already exists; give another name")
+    check_new(f"out={target}", target)
     is_one = (place / checkpoint.MANIFEST).is_file()
 
     def read(path: Path) -> tuple[Any, Any]:

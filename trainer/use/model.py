@@ -18,15 +18,15 @@ from torch.utils._pytree import (
 )
 
 import trainer
-from trainer.checkpoints.tensor_files import write_tensors
-from trainer.codec import name_of
-from trainer.engine.values import first_rows
-from trainer.errors import ConfigError, RunError, visible
-from trainer.hook_calls import call
-from trainer.loop.training import take_trained
-from trainer.sandbox.outside import names_in
-from trainer.task import Task
-from trainer.trainer import Trainer
+from trainer.core.checkpoints.tensor_files import write_tensors
+from trainer.core.codec import name_of
+from trainer.core.engine.values import first_rows
+from trainer.core.errors import ConfigError, RunError, visible
+from trainer.core.hook_calls import call
+from trainer.core.loop.training import take_trained
+from trainer.core.state.outside import names_in
+from trainer.core.task import Task
+from trainer.core.trainer import Trainer
 
 
 @torch.no_grad()

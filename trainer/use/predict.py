@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from trainer.cli import answer, load_task
-from trainer.config.schema import Config
-from trainer.errors import ConfigError, RunError, counted
-from trainer.process.child import interrupted_by_sigterm
+from trainer.core.config.new_files import check_new
+from trainer.core.config.schema import Config
+from trainer.core.errors import ConfigError, RunError, counted
+from trainer.core.process.child import interrupted_by_sigterm
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -27,9 +28,9 @@ def predict(config: Config, out: Path) -> int:
     split = config.eval.splits[0] if config.eval.splits else ""
     task = load_task(config)(config)
     _find_writer(out)
-    _check_place(out)
-    from trainer.engine.evaluation import Evaluator
-    from trainer.loop.training import examine
+    check_new(f"out={out}", out)
+    from trainer.core.engine.evaluation import Evaluator
+    from trainer.core.loop.training import examine
 
     found = examine(task, Evaluator.predict)
     if task.world.rank:
@@ -50,26 +51,6 @@ def _find_writer(out: Path) -> Callable[[Any, Tensors], None]:
         except ImportError:
             raise ConfigError(f"out={out}: run pip install 'lockstep-trainer[parquet]'") from None
     return WRITERS[out.suffix]
-
-
-def _check_place(out: Path) -> None:
-    """Raise ConfigError if `out` exists, as a file of the run or of the data may, or cannot be
-    written."""
-    given = f"out={out}"
-    is_taken = False
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            is_taken = bool(out.lstat())
-        folder = next(each for each in out.absolute().parents if os.path.lexists(each))
-        is_writable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    except (OSError, ValueError) as error:  # a name that is too long, or a null character
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{given}: {why}; give another name") from None
-    if is_taken:
-        raise ConfigError(f"{given}: already exists; give another name")
-    if not is_writable:
-        why = "is not writable" if folder.is_dir() else "is not a directory"
-        raise ConfigError(f"{given}: cannot be written, {folder} {why}; use out=FILE elsewhere")
 
 
 def _write(out: Path, found: Tensors) -> None:

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.cli import JSON, answer, load_task, split_arguments, take_words
-from trainer.config.compose import load_config
-from trainer.distributed import accelerator
-from trainer.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
-from trainer.errors import ConfigError
-from trainer.strategy import find_strategy
-from trainer.strategy.ddp import COMPRESSING
-from trainer.task import Task
+from trainer.core.config.compose import load_config
+from trainer.core.distributed import accelerator
+from trainer.core.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
+from trainer.core.errors import ConfigError
+from trainer.core.strategy import find_strategy
+from trainer.core.strategy.ddp import COMPRESSING
+from trainer.core.task import Task
 from trainer.verify.findings import Finding
 from trainer.verify.layout_runs import TrialRuns, prove_resume
 from trainer.verify.layouts import choose_layouts, list_left_out, prove_layouts, show

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from trainer.engine.startup_checks.rank_agreement import CallDigest
-from trainer.engine.unsaved import AttributeSnapshot, of_dataset
-from trainer.loop.run import Run
-from trainer.same import gap
-from trainer.same.distance import digest_rows
-from trainer.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
-from trainer.strategy.tensor_shards import slices
+from trainer.core.loop.run import Run
+from trainer.core.same import gap
+from trainer.core.same.distance import digest_rows
+from trainer.core.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
+from trainer.core.strategy.tensor_shards import slices
+from trainer.startup_checks.rank_agreement import CallDigest
+from trainer.startup_checks.unsaved import AttributeSnapshot, of_dataset
 
 OF_A_PROBE = 4096  # elements of each tensor that are kept
 OF_A_STEP = 64  # of each of its examples

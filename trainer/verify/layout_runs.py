@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.schema import Config
-from trainer.distributed import launchers
-from trainer.distributed.launch import fork_ranks, start_server
-from trainer.distributed.launchers import CODES
-from trainer.distributed.world import usable_cores
-from trainer.errors import ConfigError, RunError
-from trainer.process.child import last_words
-from trainer.strategy.ddp import COMPRESSING
+from trainer.core.config.schema import Config
+from trainer.core.distributed import launchers
+from trainer.core.distributed.launch import fork_ranks, start_server
+from trainer.core.distributed.launchers import CODES
+from trainer.core.distributed.world import usable_cores
+from trainer.core.errors import ConfigError, RunError
+from trainer.core.process.child import last_words
+from trainer.core.strategy.ddp import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
 from trainer.verify.findings import (
     AGREES,

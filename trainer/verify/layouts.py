@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.data.order import BatchSplit
-from trainer.distributed.world import usable_cores
-from trainer.errors import ConfigError, RunError, counted, visible
-from trainer.process.streams import print_table
-from trainer.strategy.mesh import DATA
+from trainer.core.data.order import BatchSplit
+from trainer.core.distributed.world import usable_cores
+from trainer.core.errors import ConfigError, RunError, counted, visible
+from trainer.core.process.streams import print_table
+from trainer.core.strategy.mesh_sizes import DATA
 from trainer.verify.evidence import Evidence
 from trainer.verify.findings import (
     DIFFERENT,

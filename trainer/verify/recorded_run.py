@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Subset, TensorDataset
 
-from trainer.checkpoints.run_directory import METRICS, read_entries
 from trainer.cli import load_task, run, single
-from trainer.config.compose import load_config
-from trainer.data.batches import LocalBatch
-from trainer.engine.startup_checks.mismatch import NarrowestDtype
-from trainer.engine.step import Outcome
-from trainer.engine.values import Values
-from trainer.process.child import end_with_parent
-from trainer.rng.philox import Random
-from trainer.same.distance import digest_rows
-from trainer.strategy.base import Strategy
-from trainer.trainer import Trainer, active_run
+from trainer.core.checkpoints.run_directory import METRICS, read_entries
+from trainer.core.config.compose import load_config
+from trainer.core.data.batches import LocalBatch
+from trainer.core.engine.engine import Engine
+from trainer.core.engine.recording import Loss
+from trainer.core.engine.step import Outcome
+from trainer.core.loop.run import Run
+from trainer.core.process.child import end_with_parent
+from trainer.core.rng.philox import Random
+from trainer.core.same.distance import digest_rows
+from trainer.core.trainer import active_run
+from trainer.startup_checks import StartupChecks
+from trainer.startup_checks.mismatch import NarrowestDtype
 from trainer.verify.evidence import OF_A_STEP, Notes, Tensors, probe, rows_of
 
 NAME = "progress"
@@ -147,6 +150,13 @@ def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> Non
     run(main)
 
 
+def inspection_of(run: Run) -> StartupChecks:
+    """Return the startup checks of a run."""
+    inspection = run.engine.inspection
+    assert isinstance(inspection, StartupChecks)
+    return inspection
+
+
 class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
@@ -172,7 +182,7 @@ class StepRecorder:
         run = active_run(task)
         engine = run.engine
         if notes.probe is None or step + 1 == run.num_steps:
-            notes.results.append(engine.checks.digest())
+            notes.results.append(inspection_of(run).digest())
         if notes.probe is None:
             notes.probe = probe(run)
             strategy = engine.strategy
@@ -188,7 +198,7 @@ class StepRecorder:
         self._is_stepping = True
         is_alone = task.world.world_size == 1
         mode = NarrowestDtype() if is_alone and not notes.narrowest else None
-        with mode or nullcontext():
+        with mode or nullcontext(), run.updating_by(partial(self._update, engine)):
             outcome = train_step(batch)
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
@@ -196,7 +206,8 @@ class StepRecorder:
         notes.narrowest = mode.name if mode is not None else notes.narrowest
         if step + 1 == run.num_steps:
             shards = engine.strategy.tensors.shards()
-            found = [*engine.checks.found, engine.strategy.finding, *engine.checks.told]
+            checks = inspection_of(run)
+            found = [*checks.found, engine.strategy.finding, *checks.told]
             notes.finding = next(filter(None, found), "")
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
@@ -209,12 +220,20 @@ class StepRecorder:
         self.notes.digests |= zip(keys, digest_rows((inputs, targets)), strict=True)
         self.notes.rows |= zip(keys, rows_of(inputs, targets, OF_A_STEP), strict=True)
 
-    def gradients(self, strategy: Strategy) -> None:
-        """Record the gradients of the first update."""
-        if not self.notes.gradients:
-            named = strategy.tensors.parameters.items()
-            gradients = {name: p.grad for name, p in named if p.grad is not None}
-            self.notes.gradients = _copy(gradients)
+    def _update(
+        self,
+        engine: Engine,
+        batch: LocalBatch,
+        loss: Loss,
+        optimizers: Sequence[Optimizer] | None,
+        name: str,
+    ) -> Outcome:
+        """Make an update, and record the gradients of the first one."""
+        gradients = engine.backward(batch, loss, optimizers, name)
+        if not self.notes.gradients:  # reduced, and not yet clipped
+            named = engine.strategy.tensors.parameters.items()
+            self.notes.gradients = _copy({n: p.grad for n, p in named if p.grad is not None})
+        return engine.apply(gradients, optimizers)
 
     def finish(self, directory: Path | None) -> None:
         """Record, on rank 0, the metrics.jsonl of the run directory."""
@@ -225,24 +244,7 @@ class StepRecorder:
 def recorded(base: Any, recorder: StepRecorder) -> Any:
     """Return the user's task class with a recorder, which does not change what is learned."""
 
-    class Updating(Trainer):
-        """Base after the user's class in the method order, so that the user's `update` is kept."""
-
-        def update(
-            self,
-            batch: LocalBatch,
-            loss: Callable[[Any, Any], Values] | None = None,
-            optimizers: Sequence[Optimizer] | None = None,
-            name: str = "loss",
-        ) -> Outcome:
-            engine = active_run(self).engine
-            if engine.checks.is_running:
-                return engine.update(batch, loss or self.loss, optimizers, name)
-            gradients = engine.backward(batch, loss or self.loss, optimizers, name)
-            recorder.gradients(engine.strategy)  # reduced, and not yet clipped
-            return engine.apply(gradients, optimizers)
-
-    class Recorded(base, Updating):
+    class Recorded(base):
         def build_dataset(self, split: str) -> Any:
             dataset = super().build_dataset(split)
             if split == "train":
@@ -258,7 +260,7 @@ def recorded(base: Any, recorder: StepRecorder) -> Any:
             return inputs, targets
 
         def train_step(self, batch: LocalBatch) -> Outcome:
-            if active_run(self).engine.checks.is_running:
+            if not isinstance(self._run, Run):  # a trial of the step
                 return super().train_step(batch)
             return recorder.step(self, batch, super().train_step)
 

@@ -10,7 +10,7 @@ from peers.bucket_sessions import BATCH, SAVE_EVERY, Session, serve
 from peers.lockstep_task import Task
 from peers.problem import Settings
 from trainer import load_config
-from trainer.checkpoints.mirror import Mirrored
+from trainer.places.mirror import Mirrored
 
 PEERS = Path(__file__).resolve().parent
 

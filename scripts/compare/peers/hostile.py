@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoints.transaction import MANIFEST, digest
+from trainer.core.checkpoints.transaction import MANIFEST, digest
 
 
 class Hostile:

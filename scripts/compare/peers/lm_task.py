@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from peers.lm_problem import Instrument, Settings
-from trainer.tasks.causal import IGNORED
+from trainer.hf.causal import IGNORED
 from trainer.tasks.lm import LM
 
 

@@ -10,7 +10,7 @@ from harness.stored import plain_of
 from torch import nn
 
 from trainer import ConfigError, Random
-from trainer.rng.philox import Order
+from trainer.core.rng.philox import Order
 
 from .runs import Here, at_most, check_learned, distance, losses, relative, weights
 

@@ -11,7 +11,7 @@ from .probe import Own, Probe
 from .runs import Here, check_learned, distance, losses
 
 MOST_GRAPHS = 2  # of a function: for training, and for evaluation
-OF_DRAWS = "trainer/rng/"  # fused functions, which rehearsals call too
+OF_DRAWS = "trainer/core/rng/"  # fused functions, which rehearsals call too
 
 
 def compiled(here: Here) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from trainer import ResidentDataset, load_config
 from trainer.tasks.cifar import Cifar
-from trainer.tasks.cifar10 import load
+from trainer.tasks.data.cifar10 import load
 
 from .steps import Trace, observed_steps, synchronize
 

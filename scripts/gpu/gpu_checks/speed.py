@@ -14,7 +14,7 @@ import torch
 from harness.launch import kill_with_descendants
 
 from trainer import load_config
-from trainer.distributed.devices import find_device, find_known
+from trainer.core.distributed.devices import find_device, find_known
 from trainer.tasks.cifar import Cifar
 
 from .runs import Here, Skip, last_error, record_of

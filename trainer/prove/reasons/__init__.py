@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.errors import counted
+from trainer.core.errors import counted
+from trainer.core.same import FP64, relative
 from trainer.prove.comparison import Deviation, PairComparison, rest_apart
 from trainer.prove.merging import (
     CommandHistory,
@@ -18,7 +19,6 @@ from trainer.prove.reasons.example_reasons import (
     explain_examples,
     explain_size,
     have_same_indices,
-    name_files,
 )
 from trainer.prove.reasons.gradient_reasons import (
     draws_random,
@@ -34,9 +34,6 @@ from trainer.prove.reasons.pass_reasons import (
     name_some,
 )
 from trainer.prove.rounding import relative_norm
-from trainer.same import FP64, relative
-
-RESTORED = ("examples", "lr", "weights")  # that a snapshot changes from the first step on
 
 
 def explain(found: PairComparison) -> PairComparison:
@@ -53,14 +50,9 @@ def explain(found: PairComparison) -> PairComparison:
         "evaluation": _explain_evaluation,
         "steps": _explain_lengths,
         "ranks": _explain_lengths,
+        "alone": _explain_alone,
     }
     deviations = [replace(d, reason=reasons[d.kind](found, d.place)) for d in found.deviations]
-    if deviations and (files := name_files(found)) and files not in deviations[0].reason:
-        if deviations[0].place == 0 and deviations[0].kind in RESTORED:
-            first = deviations[0]
-            deviations[0] = replace(first, reason=f"{files}; or {first.reason}")
-        else:
-            found.notes.append(files)
     for each in found.harmless:
         reason = reasons[each.kind](found, each.place)
         found.notes.append(f"gradients and weights agree, although examples do not: {reason}")
@@ -83,8 +75,6 @@ def _explain_initial(found: PairComparison, place: int) -> str:
             return f"{why}, and no wrapper sends rank 0's weights to the others"
     if reason := explain_changes(found, 0):
         return f"{reason}, after its first backward pass"
-    if files := name_files(found):
-        return files
     if are_unseeded(found):
         return "the script does not seed torch before it builds the model"
     one, other = found.one.seeds[0], found.other.seeds[0]
@@ -148,13 +138,29 @@ def _explain_lengths(found: PairComparison, place: int) -> str:
         return "they have different numbers of batches, or one leaves the loop, fails or hangs"
     short, long = sorted((found.one, found.other), key=lambda each: len(each.steps))
     for history in (found.other, found.one):
-        if history.note and len(found.one.steps) == len(found.other.steps):
-            return "it failed before its last step was complete: read the end of its output above"
-    if files := name_files(found):
-        return files
+        if not history.is_whole and len(found.one.steps) == len(found.other.steps):
+            return "it did not come to its next step: read the end of its output above"
     if short.note:
         return f"{short.note}: read the end of its output above"
     return f"{short.name} ends before {long.name}: its ranks have fewer batches in a pass"
+
+
+def _explain_alone(found: PairComparison, place: int) -> str:
+    history = next(each for each in (found.other, found.one) if each.are_alone)
+    if any(rank.num_twins for rank in history.ranks):
+        return "its processes have no RANK of their own and no process group: start a launcher"
+    size = f"WORLD_SIZE is {history.size}"
+    if len(history.ranks) < history.size:
+        others = "the others were not started, or step no optimizer"
+        return f"{size}, and {counted(len(history.ranks), 'process', 'es')} trained: {others}"
+    if not history.has_group:
+        return f"{size}, and the script starts no process group (init_process_group)"
+    calls = [each for step in history.steps for rank in step.ranks for each in rank.forwards]
+    if any(each["is_wrapper"] for each in calls):
+        return "its wrapper never reduces gradients (no_sync)"
+    if "DistributedDataParallel" in history.about("wrappers"):
+        return "the model is called around its wrapper (as model.module), which reduces nothing"
+    return "no DistributedDataParallel wraps the model, and no collective sends its gradients"
 
 
 def _explain_uneven(history: CommandHistory) -> str:
@@ -176,6 +182,8 @@ def explain_resume(
 ) -> str:
     """Return which part of the state a resume has lost."""
     at = deviation.place
+    if deviation.kind == "alone":
+        return _explain_alone(found, at)
     if deviation.kind == "examples":
         return _explain_position(found, one, place, at)
     if deviation.kind == "lr":

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 
-from trainer.errors import counted
+from trainer.core.errors import counted
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Step
 
@@ -256,23 +255,3 @@ def _settings_of_samplers(history: CommandHistory, key: str) -> str:
         if number in rank.passes
     }
     return " or ".join(sorted(values))
-
-
-SNAPSHOTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".npz", ".npy", ".json")
-MOST_NAMES = 2
-
-
-def name_files(found: PairComparison) -> str:
-    """Name files that B reads and A wrote; "" if there are none."""
-    written = {path for rank in found.one.ranks for path in rank.written}
-    read = {
-        path
-        for rank in found.other.ranks
-        for path, is_first_written in rank.files.items()
-        if not is_first_written and path in written
-    }
-    if not read:
-        return ""
-    order = sorted(read, key=lambda path: (Path(path).suffix not in SNAPSHOTS, path))
-    names = " and ".join(order[:MOST_NAMES])
-    return f"{found.other.name} reads {names}, which {found.one.name} wrote: it does not start anew"

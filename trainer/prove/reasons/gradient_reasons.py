@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.core.same import relative
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Step
 from trainer.prove.reasons.example_reasons import explain_skipped
@@ -23,7 +24,6 @@ from trainer.prove.reasons.pass_reasons import (
     name_some,
 )
 from trainer.prove.rounding import compare_tensors, relative_norm
-from trainer.same import relative
 
 BY_SCALE = "their norm has the scale in it, and the limit has not"
 

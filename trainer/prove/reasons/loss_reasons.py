@@ -8,11 +8,11 @@ from itertools import product
 
 import numpy as np
 
-from trainer.errors import counted
+from trainer.core.errors import counted
+from trainer.core.same import relative
 from trainer.prove.comparison import REST, PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Sketches, Step
 from trainer.prove.rounding import Bounds, relative_norm
-from trainer.same import relative
 
 APART = 1e-6  # relative: more than rounding of replicas
 FEW = 4  # steps that show a trend

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from trainer.core.same import FP64, relative
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Sketches, Step, size_of
 from trainer.prove.reasons.example_reasons import explain_repeated_step
 from trainer.prove.reasons.loss_reasons import APART, fit_ratio
 from trainer.prove.rounding import compare_tensors
-from trainer.same import FP64, relative
 
 MOST_NAMES = 3
 

@@ -21,10 +21,15 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 VARIABLE = "LOCKSTEP_PROVE"
+NAMESPACE = "LOCKSTEP_PROVE_NAMESPACE"  # as in enter_view.py
 # Read before the script runs, which may clear its environment.
 SETTINGS: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
 LAUNCHED = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-HOOKS = {"torch": "install", "accelerate.accelerator": "watch_accelerator"}  # module: our function
+HOOKS = {  # module: our module and function
+    "torch": ("hooks", "install"),
+    "accelerate.accelerator": ("hooks", "watch_accelerator"),
+    "safetensors": ("private_files", "watch_library"),
+}
 
 
 class ImportWatcher(importlib.abc.MetaPathFinder):
@@ -51,7 +56,7 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
 class HookedLoader(importlib.abc.Loader):
     """Loads a module as its own loader does, and runs our function afterwards."""
 
-    def __init__(self, loader: Any, hook: str) -> None:
+    def __init__(self, loader: Any, hook: tuple[str, str]) -> None:
         self._loader = loader
         self._hook = hook
 
@@ -69,8 +74,8 @@ class HookedLoader(importlib.abc.Loader):
         self._loader.exec_module(module)
         if module.__name__ == "torch":  # before the script computes on several threads
             importlib.import_module(f"{__name__}.torch_flags").resolve_vector_functions()
-        hooks = importlib.import_module(f"{__name__}.hooks")
-        getattr(hooks, self._hook)(module)
+        own, function = self._hook
+        getattr(importlib.import_module(f"{__name__}.{own}"), function)(module)
 
 
 def watch_imports() -> None:
@@ -91,6 +96,22 @@ def watch_errors() -> None:
         original(kind, error, place)
 
     sys.excepthook = note
+
+
+def write_privately() -> None:
+    """Make private copies of what this process writes if it is not in the view of the command."""
+    own = ""
+    with contextlib.suppress(OSError):
+        own = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115
+    if not SETTINGS.get("copies"):
+        return
+    is_in_view = own == os.environ.get(NAMESPACE, "none")
+    if not is_in_view:
+        files = importlib.import_module(f"{__name__}.private_files")
+        records = os.path.dirname(SETTINGS["folder"])  # noqa: PTH120
+        files.make_private(SETTINGS["copies"], (records,))
+    elif os.geteuid() != 0:
+        importlib.import_module(f"{__name__}.private_files").move_folders()
 
 
 def note_start() -> None:

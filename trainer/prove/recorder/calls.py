@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .data_loaders import FILES, PASSES, widen
+from .data_loaders import PASSES, widen
 from .digests import digest, encode, is_apart, leaves, marks, sketch, split, weigh
+from .exchanges import EXCHANGES
 from .parameters import MODES
+from .private_files import private_path, redirect_argument
 from .updates import CLIPPING
 from .wrapping import LOG, SETTINGS, Given, bind, find_signature, quietly, replace, watch
 
@@ -188,16 +190,16 @@ def watch_forward() -> None:
     original = nn.Module.__call__
 
     def call(self: nn.Module, /, *arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return original(self, *arguments, **options)
         if CALLS.is_backward:  # recomputed
             return original(self, *arguments, **options)
-        if CALLS.depth or next(self.parameters(), None) is None:
+        if CALLS.depth or not _has_parameters(self):
             if CALLS.has_gradients if CALLS.depth else torch.is_grad_enabled():
-                MODES.note(self)
+                _note_mode(self)
             return original(self, *arguments, **options)
         if SETTINGS["dtype"] == "fp64":
-            arguments, options = _widen_inputs(self, arguments, options)
+            arguments, options = _widen_inputs(self, arguments, options) or (arguments, options)
         state = _before_forward(self, arguments, options)
         CALLS.depth += 1
         CALLS.has_gradients = torch.is_grad_enabled()
@@ -211,6 +213,17 @@ def watch_forward() -> None:
     replace(nn.Module, "__call__", call)
 
 
+@quietly
+def _has_parameters(module: nn.Module) -> bool:
+    return next(iter(module.parameters()), None) is not None
+
+
+@quietly
+def _note_mode(module: nn.Module) -> None:
+    MODES.note(module)
+
+
+@quietly
 def _widen_inputs(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -233,6 +246,8 @@ def _before_forward(module: nn.Module, arguments: Any, options: Any) -> str:
     is_training = torch.is_grad_enabled() and any(each.training for each in module.modules())
     if torch.is_grad_enabled():
         MODES.note(module)
+    if is_training:
+        EXCHANGES.open()
     inputs = [arguments, options]
     rows: dict[str, Any] = {"marks": marks(inputs)} if is_training else {}
     if is_training and not PASSES.is_fresh:
@@ -295,6 +310,7 @@ def _before_backward(tensors: Any) -> None:
             loss += value
         else:
             loss += _value(getattr(each, "_local_tensor", each))
+    EXCHANGES.open()
     MODES.keep()
     CLIPPING.num_passes += 1
     reduces = [bool(each.require_backward_grad_sync) for each in CALLS.wrappers]
@@ -323,6 +339,9 @@ def watch_saving() -> None:
     def note(given: Given) -> None:
         if not hasattr(given["f"], "write"):
             LOG.add("save", path=str(given["f"]))
-            FILES.add(given["f"], is_written=True)
+            given["f"] = private_path(given["f"])  # torch writes it by itself
 
     watch(torch, "save", note)
+    redirect_argument(torch.UntypedStorage, "from_file", 0, "filename", False)  # torch.load(mmap)
+    redirect_argument(torch.jit, "load", 0, "f", False)
+    redirect_argument(torch.jit, "save", 1, "f", True)

@@ -1,6 +1,4 @@
-"""Data loaders of a script, their passes, and the files that its examples come from.
-
-Files are watched because a command may read what the one before it wrote, such as a snapshot.
+"""Data loaders of a script, and their passes.
 
 The digest of an example is taken before `collate_fn`, in the worker, so that padding to the longest
 row of a batch does not change it. The iterator in the main process notes it with its batch.
@@ -8,8 +6,6 @@ row of a batch does not change it. The iterator in the main process notes it wit
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from typing import Any
 
@@ -20,9 +16,9 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .digests import digest, marks, split, weigh
+from .exchanges import SMALL
 from .wrapping import LOG, SETTINGS, Given, quietly, replace, watch
 
-SMALL = 8  # elements: a tensor of numbers for a log, and no gradient
 COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "gather"),
     *("all_gather_into_tensor", "all_gather_single"),  # its name from torch 2.13 on
@@ -47,64 +43,6 @@ def _note_number(_: Given, result: Any) -> None:
 def _note_collective(given: Given, _: Any) -> None:
     if all(each.numel() <= SMALL for each in given.values() if isinstance(each, torch.Tensor)):
         LOG.add("averaged")
-
-
-MOST_FILES = 4000  # of a process
-NOT_OF_A_SCRIPT = ("/dev/", "/proc/", "/sys/")
-CACHES = ("__pycache__", "/.cache/", "torchinductor_", "/.triton/")
-
-
-class Files:
-    """Paths of files that this process has opened."""
-
-    def __init__(self) -> None:
-        self._read: set[str] = set()
-        self._written: set[str] = set()
-        self._is_busy = False
-
-    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note an event of Python's audit; it must not raise errors in the script."""
-        if event not in ("open", "os.rename") or self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            if event == "os.rename":
-                self.add(arguments[1], is_written=True)
-            elif isinstance(arguments[0], (str, bytes, os.PathLike)):
-                self.add(arguments[0], _writes(arguments[1], arguments[2]))
-        except Exception:  # noqa: S110  # a strange path
-            pass
-        finally:
-            self._is_busy = False
-
-    def add(self, path: Any, is_written: bool) -> None:
-        """Note a file that is written, or a new one that is read."""
-        place = os.path.realpath(os.fsdecode(path))
-        known = self._written if is_written else self._read
-        if place in known or place in self._written or len(known) >= MOST_FILES:
-            return
-        if place.startswith((*NOT_OF_A_SCRIPT, SETTINGS["folder"])):
-            return
-        if any(each in place for each in CACHES):
-            return
-        known.add(place)
-        is_new = is_written or os.stat(place).st_mtime >= SETTINGS["begun"]  # noqa: PTH116
-        if is_new and not os.path.isdir(place):  # noqa: PTH112
-            LOG.add("file", path=place, is_written=is_written)
-
-
-def _writes(mode: Any, flags: Any) -> bool:
-    if isinstance(mode, str):
-        return any(letter in mode for letter in "wax+")
-    return bool(flags & (os.O_WRONLY | os.O_RDWR))
-
-
-FILES = Files()
-
-
-def watch_files() -> None:
-    """Note each file from now on."""
-    sys.addaudithook(FILES.note)
 
 
 class TaggedBatch:
@@ -235,7 +173,7 @@ def _watch_next(kind: type[Any]) -> None:
         if isinstance(data, TaggedBatch):
             data, tag = data.batch, data.tag
         if SETTINGS["dtype"] == "fp64":
-            data = widen(data)
+            data = widen_if_able(data)
         if not self._lockstep_pass:
             PASSES.begin(self)
         PASSES.hand_out(self, tag, data)
@@ -257,6 +195,12 @@ def widen(value: Any) -> Any:
         for key in list(value):
             value[key] = widen(value[key])
     return value
+
+
+def widen_if_able(value: Any) -> Any:
+    """Return a tree in fp64; one whose classes do not take other tensors stays as it is."""
+    found = quietly(lambda: (widen(value),))()
+    return found[0] if found else value
 
 
 def watch_loaders() -> None:

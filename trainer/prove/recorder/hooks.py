@@ -19,8 +19,9 @@ from torch.optim.optimizer import (
 
 from . import LAUNCHED, calls
 from .calls import CONTRIBUTIONS, random_state, watch_contributions, watch_criteria
-from .data_loaders import PASSES, READS, watch_files, watch_loaders, watch_reads
+from .data_loaders import PASSES, READS, watch_loaders, watch_reads
 from .digests import encode
+from .exchanges import EXCHANGES, watch_exchanges
 from .parameters import (
     MODES,
     Part,
@@ -40,7 +41,7 @@ from .updates import (
     watch_scaling,
     watch_schedules,
 )
-from .wrapping import LOG, SETTINGS, meet, quietly, watch
+from .wrapping import LOG, SETTINGS, meet, quietly, watch, watch_builtins
 
 
 def whoami() -> tuple[int, int]:
@@ -55,13 +56,30 @@ def _number(rate: Any) -> float | None:
     return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else None
 
 
+# The code that calls the hooks, in `step` of each class of optimizers.
+STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def is_within_step() -> bool:
+    """Return True if the step whose hooks are called is a part of another one.
+
+    A class may call `step` of the class that it inherits from, or of an optimizer that it wraps. An
+    outer step that has raised an error is not on the stack any more.
+    """
+    frame: Any = sys._getframe()
+    count = 0
+    while frame is not None:
+        count += frame.f_code is STEP
+        frame = frame.f_back
+    return count > 1
+
+
 class Steps:
     """The optimizer steps of this process."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # by id of the optimizer
         self._counts: list[int] = []
-        self._open: list[Any] = []  # optimizers within whose step we are
         self._parameters: list[list[torch.Tensor]] = []
         self._parts: dict[int, Part] = {}
         self._gradients: dict[str, Any] = {}
@@ -70,13 +88,11 @@ class Steps:
         self._rest = Rest()
         self._start = time.perf_counter()
 
+    @quietly
     def before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
         """Take the gradients; with a closure, as soon as it has computed them."""
-        if self._open and self._open[0] is optimizer:
-            self._open.clear()  # its last step raised an error
-        self._open.append(optimizer)
-        if len(self._open) > 1:
-            return None  # a step within a step, of a wrapper's own optimizer
+        if is_within_step():
+            return None
         self.begin(optimizer)
         closure = options.get("closure") or (arguments[1] if len(arguments) > 1 else None)
         if not callable(closure):
@@ -167,6 +183,7 @@ class Steps:
                 "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
             },
             rest=self._rest.num_elements,
+            has_group=dist.is_available() and dist.is_initialized(),
             **describe_models(every, mine),
         )
 
@@ -207,10 +224,10 @@ class Steps:
         if (modes := MODES.end_step()) is not None:
             self._gradients["modes"] = modes
 
+    @quietly
     def after(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """Take the weights after the outermost step, and write."""
-        self._open.pop()
-        if not self._open:
+        if not is_within_step():
             self.end(optimizer)
 
     @quietly
@@ -230,6 +247,8 @@ class Steps:
             reads=list(READS),
             seconds=time.perf_counter() - self._start,
             recording=LOG.seconds,
+            time=time.time(),
+            exchanged=EXCHANGES.take(),
             **self._gradients,
         )
         self._gradients = {}
@@ -259,9 +278,10 @@ def install(module: Any) -> None:
     watch_contributions()
     watch_criteria()
     watch_schedules()
-    watch_files()
     watch_loaders()
     watch_reads()
+    watch_exchanges()
+    watch_builtins()
 
 
 def watch_accelerator(module: Any) -> None:

@@ -17,6 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ class Log:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._file: int | None = None
+        self._is_broken = False  # the disk, or a limit of the shell, takes no more
         self._num_errors = 0
         self.seconds = 0.0  # that recording took
+        self._begun = time.time()  # of this process
 
     def add(self, event: str, **values: Any) -> None:
         """Add an event; it is written at the next step."""
@@ -48,16 +51,38 @@ class Log:
     def open(self, rank: int, world_size: int) -> None:
         """Create the file of this process; a second process of a rank gets its own."""
         path = Path(SETTINGS["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        about = {"rank": rank, "world_size": world_size, "time": time.time()}
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            self._file = -1
+            self._give_up(error)
+        about = {"rank": rank, "world_size": world_size, "begun": self._begun}
         self._lines.insert(0, json.dumps({"event": "start", **about}))
         atexit.register(self.end)
+        util.Finalize(
+            None, self.end, exitpriority=0
+        )  # a forked child of multiprocessing has no atexit
 
     def flush(self) -> None:
         """Write all events with one system call, so that a kill leaves whole lines."""
-        if self._file is not None and self._lines:
-            os.write(self._file, ("\n".join(self._lines) + "\n").encode())
-            self._lines.clear()
+        if self._file is None or not self._lines:
+            return
+        text = ("\n".join(self._lines) + "\n").encode()
+        self._lines.clear()
+        if self._is_broken:
+            return
+        try:
+            if os.write(self._file, text) < len(text):
+                os.write(self._file, b"\n")  # raises the error of the part that is missing
+                self._is_broken = True
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Say by an empty file that the records could not be written, which a full disk takes."""
+        self._is_broken = True
+        with contextlib.suppress(OSError):
+            (Path(SETTINGS["folder"]) / f"unwritten-{error.errno}-{os.getpid()}").touch()
 
     def end(self) -> None:
         """Write the last events, and a file which says that this process ends."""
@@ -70,6 +95,7 @@ class Log:
         """Start anew in a forked process, whose events are not those of its parent."""
         self._lines.clear()
         self._file = None
+        self._begun = time.time()
 
     def add_error(self) -> None:
         """Note an error of the recorder itself, which must not stop the script."""
@@ -117,9 +143,30 @@ WRAPPED: list[tuple[Any, str]] = []  # owner and name of each function that was 
 
 
 def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace a function by one that does more, under the same name and signature."""
-    setattr(owner, name, functools.wraps(getattr(owner, name))(call))
+    """Replace a function by one that does more, under the same name and signature.
+
+    The compiler of TorchScript, which reads a function's text, is led to the original by what
+    `torch.jit.script_if_tracing` gives its functions; torch.compile follows it too.
+    """
+    original = getattr(owner, name)
+    wrapper: Any = functools.wraps(original)(call)
+    if inspect.isfunction(original):
+        setattr(wrapper, "__script_if_tracing_wrapper", True)  # a class mangles it
+        setattr(wrapper, "__original_fn", original)
+    setattr(owner, name, wrapper)
     WRAPPED.append((owner, name))
+
+
+def watch_builtins() -> None:
+    """Let the compiler of TorchScript take a wrapped function for the operator that it was."""
+    module: Any = torch.jit._builtins
+    find = module._find_builtin
+
+    def find_original(function: Any) -> Any:
+        original = getattr(function, "__original_fn", None)
+        return find(function) or (None if original is None else find(original))
+
+    module._find_builtin = find_original
 
 
 def watch(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.codec import DTYPES
-from trainer.config.plain_files import parse_json
-from trainer.errors import ConfigError
+from trainer.core.codec import DTYPES
+from trainer.core.config.plain_files import parse_json
+from trainer.core.errors import ConfigError
 from trainer.shards.formats.shard_parts import FileBytes, Piece, join
 from trainer.shards.sources import Span
 

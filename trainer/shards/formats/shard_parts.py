@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.errors import RunError
+from trainer.core.errors import RunError
 from trainer.shards.sources import CHUNK, Span, open_file
 
 

@@ -1,0 +1,1 @@
+"""One-line edits of the code, each of which some test must see."""

@@ -1,0 +1,1 @@
+"""The core: a trainer that stands alone, without the companions beside it."""

@@ -1,0 +1,226 @@
+"""Files that survive a power cut, are verified when they are read, and advice for disk errors."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.core.config import copies
+from trainer.core.config.plain_files import hash_rest, open_regular
+from trainer.core.config.schema import CheckpointSettings
+from trainer.core.config.stores import NotThereError, StoreError
+from trainer.core.errors import CheckpointError, RunError
+
+Buffer = bytes | memoryview
+
+
+@contextmanager
+def open_new(path: Path, mode: int = 0o600) -> Iterator[Callable[[Buffer], None]]:
+    """Create a file, yield a function that appends bytes to it, and fsync it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, mode)
+
+    def write(data: Buffer) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    try:
+        yield write
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: Buffer, mode: int = 0o600) -> None:
+    """Write a new file and fsync it."""
+    with open_new(path, mode) as write:
+        write(data)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replace a file as a whole, or not at all. Links with its name are not followed."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.unlink(missing_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    write_file(staged, data, 0o666)
+    os.replace(staged, path)
+
+
+def read_sized(path: Path, most: int) -> tuple[int, bytes]:
+    """Return a regular file's size, and its bytes up to a size of `most`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, file.read(size) if size <= most else b""
+
+
+def digest_file(path: Path, most: int) -> tuple[int, str]:
+    """Return a regular file's size and SHA-256, read block by block up to a size of `most`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hash_rest(file) if size <= most else hashlib.sha256()
+        return size, digest.hexdigest()
+
+
+class FileContents(Mapping[str, bytes]):
+    """The files of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]):
+        self._path = path
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> bytes:
+        """Read a file. Raises CheckpointError if a byte differs from what was written."""
+        entry = self._entries[name]
+        place = self.place(name)
+        with _errors_named(place):
+            size, data = read_sized(place, entry["bytes"])
+        _check(entry, place, size, hashlib.sha256(data).hexdigest())
+        return data
+
+    def place(self, name: str) -> Path:
+        """Return the path of a file, which is fetched if the checkpoint is in a store.
+
+        Raises CheckpointError if it is not there or differs, RunError if it cannot be fetched now:
+        an older checkpoint would lose steps.
+        """
+        entry = self._entries[name]
+        try:
+            return copies.fetch(self._path, name, entry["bytes"], partial(_check, entry))
+        except NotThereError as error:
+            raise CheckpointError(str(error)) from None
+        except (StoreError, OSError) as error:
+            raise cannot_fetch(error) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read files block by block. Raises CheckpointError if a byte has changed."""
+        for name in names:
+            entry = self._entries[name]
+            place = self.place(name)
+            with _errors_named(place):
+                found = digest_file(place, entry["bytes"])
+            _check(entry, place, *found)
+
+
+@contextmanager
+def _errors_named(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{place!s}: {getattr(error, 'strerror', error)}") from None
+
+
+def cannot_fetch(error: Exception) -> RunError:
+    return RunError(f"{error}; check the network and the disk, and start again")
+
+
+def _check(entry: Mapping[str, Any], place: object, size: int, sha256: str) -> None:
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{place}: {size} bytes, {entry['bytes']} were written")
+    if sha256 != entry["sha256"]:
+        raise CheckpointError(f"""{place}:
+            its SHA-256 differs from the manifest's, so bits have changed""")
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Process limits whose errors look like disk errors: the limit, its shell command, its unit.
+LIMITS = {
+    errno.EFBIG: (resource.RLIMIT_FSIZE, "ulimit -f", "bytes a file"),
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "ulimit -n", "open files"),
+}
+
+FEW_INODES = 8  # a checkpoint has fewer files; those of one that failed are removed again
+
+
+class Disk:
+    """The disk of a run directory. `failure`, if set, ends the run at the next step."""
+
+    def __init__(self, directory: Path, config: CheckpointSettings, say: Callable[[str], None]):
+        self.failure: Exception | None = None
+        self._directory = directory
+        self._stops = config.on_error == "stop"
+        self._say = say
+        self._warned: set[tuple[str, int | None]] = set()
+
+    def report(self, error: OSError, doing: str, need: int = 0) -> None:
+        """End the run, or warn once for each kind of error. `need` is a number of bytes."""
+        place = error.filename or self._directory
+        fact, cure = self._explain(error, need)
+        line = f"{place}: {error.strerror or error} while {doing}; {fact}"
+        kind = (doing.split(" step ")[0], error.errno)
+        if self._stops:
+            self.failure = RunError(f"""{line};
+                {cure} and resume with run.resume, or give checkpoint.on_error=continue""")
+        else:
+            self._warn(kind, f"{line}; the run continues (checkpoint.on_error=continue)")
+
+    def fail(self, error: Exception) -> None:
+        """End the run at the next step with this error."""
+        self.failure = self.failure or error
+
+    def _explain(self, error: OSError, need: int) -> tuple[str, str]:
+        """Return (the limit that was reached, the remedy)."""
+        if error.errno in LIMITS:
+            limit, command, unit = LIMITS[error.errno]
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY:  # else the limit is the file system's
+                return f"{command} allows {most:,} {unit}", f"raise {command}"
+        if error.errno == errno.EDQUOT:
+            return "the quota of this user or project is used up", "free some of it (quota -s)"
+        if error.errno == errno.ENOSPC and self._lacks_inodes():
+            return "the file system has no inode for another file (df -i)", "remove files"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "somebody removed or replaced it", "put it back"
+        sizes = f"{need / 1e6:,.1f} MB are needed"
+        with suppress(OSError):  # also if the directory was removed
+            sizes += f", {shutil.disk_usage(self._directory).free / 1e6:,.1f} MB free"
+        return sizes, "make room"
+
+    def _lacks_inodes(self) -> bool:
+        with suppress(OSError):
+            status = os.statvfs(self._directory)
+            return status.f_files > 0 and status.f_favail < FEW_INODES
+        return False
+
+    def bear(self, error: OSError, doing: str) -> None:
+        """Warn, once for each kind of error, about a part that the run can do without."""
+        place = error.filename or self._directory
+        line = f"{place}: {error.strerror or error} while {doing}; the run continues without it"
+        self._warn((doing, error.errno), line)
+
+    def tell(self, line: str) -> None:
+        """Warn about something that is repaired."""
+        self._say(f"warning: {line}")
+
+    def _warn(self, kind: tuple[str, int | None], line: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._say(f"warning: {line}")
+
+    def recover(self, doing: str) -> None:
+        """Note that `doing` succeeded, so that its next failure is reported as a new one."""
+        self._warned = {kind for kind in self._warned if kind[0] != doing}

@@ -1,0 +1,173 @@
+"""Weighted means: checks of the values of a loss or metric, their sums, and the sums over ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import zlib
+
+import torch
+
+from trainer.core.data.order import Leaves
+from trainer.core.distributed import accelerator
+from trainer.core.distributed.group import Group
+from trainer.core.distributed.group import most as most_of
+from trainer.core.engine.deferred_reads import DeferredRead, read_now
+from trainer.core.errors import ConfigError
+
+Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
+Rows = dict[str, list[list[Row]]]  # by name
+
+
+class Means:
+    """Weighted sums by name, stored on the device and reduced over the ranks only when read.
+
+    A row is the sum over one step, or over one evaluation. Rows are summed in order and in float64.
+    With `leaves`, the sums of single micro-batches are stored until then, and summed in the order
+    of all ranks' micro-batches, so a sum has the same bits on any number of ranks.
+    """
+
+    def __init__(self, leaves: Leaves | None = None) -> None:
+        self._leaves = leaves
+        self._open: dict[str, list[Row]] = {}
+        self._rows: Rows = {}
+        self._reduced: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
+        values = values.detach()
+        weighted = values if weights is None else values * weights
+        weight = values.numel() if weights is None else weights.sum(dtype=torch.float64)
+        self.count(name, weighted.sum(dtype=torch.float64), weight)
+
+    def count(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Add values that are already summed."""
+        row = self._open.setdefault(name, [])
+        if row and self._leaves is None:
+            before, weight_before = row.pop()
+            total = total + before
+            weight = weight + weight_before
+        row.append((total, weight))
+
+    def end_row(self) -> None:
+        for name, row in self._open.items():
+            self._rows.setdefault(name, []).append(row)
+        self._open = {}
+
+    def names(self) -> list[str]:
+        return sorted({*self._open, *self._rows, *self._reduced})
+
+    def clear(self) -> None:
+        self._open = {}
+        self._rows = {}
+        self._reduced = {}
+
+    def reduced(self, group: Group) -> dict[str, torch.Tensor]:
+        """Return the rows of every name, (rows, 2) of (sum, weight) over all ranks.
+
+        Tensors are float64 on the CPU. Collective: every rank must call it.
+        """
+        self.end_row()
+        rows, self._rows = self._rows, {}
+        for name, table in read_now(self._reducing(rows, group)).items():
+            before = self._reduced.get(name)
+            self._reduced[name] = table if before is None else torch.cat([before, table])
+        return dict(self._reduced)
+
+    def reading(self, group: Group) -> DeferredRead[dict[str, float]]:
+        """Return the mean by name over all values of all ranks since the last read, and clear.
+
+        It is nan if the total weight is 0. Collective: every rank must call it.
+        """
+        self.end_row()
+        rows, before = self._rows, self._reduced
+        self.clear()
+        tables = yield from self._reducing(rows, group)
+        means = {}
+        for name in sorted({*tables, *before}):
+            parts = [each[name] for each in (before, tables) if name in each]
+            total, weight = (sum(column) for column in torch.cat(parts).t().tolist())
+            means[name] = total / weight if weight else math.nan
+        return means
+
+    def read(self, group: Group) -> dict[str, float]:
+        """Return `reading`'s means; the host waits for them."""
+        return read_now(self.reading(group))
+
+    def _reducing(self, rows: Rows, group: Group) -> DeferredRead[dict[str, torch.Tensor]]:
+        """Return (rows, 2) of each name, float64 on the CPU, summed over all ranks."""
+        counts = {name: len(each) for name, each in sorted(rows.items())}
+        if group.world.world_size > 1:
+            counts = yield from _agree_on(counts, rows, group)
+        names = sorted(counts)
+        if not names:
+            return {}
+        local = [row for name in names for row in self._padded(rows, name, counts[name])]
+        sizes = [counts[name] for name in names]
+        if self._leaves is None:
+            total = yield group.total(_stack([row[0] for row in local]))
+        else:
+            columns = yield group.total(self._place_leaves(local))
+            parts = columns.view(len(local), -1, 2).unbind(1)
+            total = functools.reduce(torch.add, parts)
+        return dict(zip(names, total.split(sizes), strict=True))
+
+    def _padded(self, rows: Rows, name: str, count: int) -> list[list[Row]]:
+        """Return the rows of a name, and empty ones where other ranks have more."""
+        own = rows.get(name, [])
+        zero = next((row[0][0] for each in rows.values() for row in each), torch.zeros(()))
+        empty: list[Row] = [(torch.zeros_like(zero), 0.0)] * (
+            self._leaves.count if self._leaves else 1
+        )
+        return own + [empty] * (count - len(own))
+
+    def _place_leaves(self, rows: list[list[Row]]) -> torch.Tensor:
+        """Return (rows, passes, leaves, 2): this rank's leaves in their places, and zeros."""
+        leaves = self._leaves
+        assert leaves is not None
+        if any(len(row) % leaves.count for row in rows):
+            raise ConfigError("""strategy=exact: a metric or loss was returned
+                for some micro-batches only; always return it, if need be with weights 0""")
+        passes = max(len(row) for row in rows) // leaves.count
+        stacked = [_stack(row).view(-1, leaves.count, 2) for row in rows]
+        table = stacked[0].new_zeros(len(rows), passes, leaves.total, 2)
+        for number, sums in enumerate(stacked):
+            table[number, : len(sums), leaves.first : leaves.first + leaves.count] = sums
+        return table
+
+    def load(self, rows: dict[str, torch.Tensor]) -> None:
+        """Continue from what `reduced` returned."""
+        self.clear()
+        self._reduced = {name: table.clone() for name, table in rows.items()}
+
+
+def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> DeferredRead[dict[str, int]]:
+    """Return the most rows of each name that a rank has. A collective.
+
+    Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
+    value in some steps only.
+    """
+    number = zlib.crc32(json.dumps(counts).encode())
+    device = next((row[0][0].device for each in rows.values() for row in each), group.world.device)
+    both = torch.tensor([number, -number], dtype=torch.float64)
+    most, least = (yield most_of(group, accelerator.send(both, device))).tolist()
+    if most != -least:
+        for others in group.gather(counts):
+            for name, count in others.items():
+                counts[name] = max(count, counts.get(name, 0))
+    return counts
+
+
+def _stack(rows: list[Row]) -> torch.Tensor:
+    """Return (rows, 2) float64 of sums and weights, on the device of the sums."""
+    totals = torch.stack([total.double() for total, _ in rows])
+    numbers = [0.0 if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
+    if any(numbers):
+        known = accelerator.send(torch.tensor(numbers, dtype=torch.float64), totals.device)
+    else:
+        known = torch.zeros_like(totals)
+    on_device = [weight if isinstance(weight, torch.Tensor) else None for _, weight in rows]
+    if any(weight is not None for weight in on_device):
+        zero = torch.zeros((), dtype=torch.float64, device=totals.device)
+        known = known + torch.stack([zero if w is None else w.double() for w in on_device])
+    return torch.stack([totals, known], dim=1)

@@ -1,0 +1,339 @@
+"""Optimizers on a mesh: trials on small stand-ins, and owners for those that need whole matrices.
+
+The trials find an optimizer that needs a closure, one whose step of a parameter depends on the
+other parameters, which a rank of a divided model does not have, and a fused step that skips
+elements.
+
+Where an optimizer needs whole matrices, each parameter has an owner among the ranks that divide the
+model. Before a step the owner gathers the parameter and its gradient, and after it every rank gets
+its part back. The state stays with the owner. torch's Muon on DTensors gives other numbers (1.6e-3
+off, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from trainer.core.distributed.world import RankGroup
+from trainer.core.errors import ConfigError, one_line
+from trainer.core.state import keep_generators, sandbox
+from trainer.core.strategy.tensor_shards import Shard, find_owners, slices
+
+# These update each element by itself, so a shard can be updated without the rest of its tensor.
+ELEMENTWISE = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+}
+FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
+LONGEST = 4  # axis of a stand-in
+TOLERANCE = 1e-9  # relative, in 64 bits
+
+
+def check_by_trial(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose step an update cannot call, or should not."""
+    _check_silence(optimizer)
+    if any(inner.state is not optimizer.state for inner in inner_optimizers(optimizer)):
+        raise ConfigError(f"""build_optimizer: {type(optimizer).__name__} wraps
+            an optimizer whose state no checkpoint holds; share it: self.state = base.state""")
+    if not is_elementwise(optimizer):
+        _check_closure(optimizer)
+
+
+def _check_silence(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose own code uses torch.distributed."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith(("torch.optim.", "builtins")):
+            break
+        for function in filter(inspect.isfunction, vars(kind).values()):
+            if kind.__module__.startswith("torch.distributed") or _communicates(
+                inspect.unwrap(function)  # torch wraps `step`
+            ):
+                raise ConfigError(f"""build_optimizer: {kind.__name__}.{function.__name__}
+                    exchanges tensors between ranks itself; the gradients are summed already;
+                    use its version for one process, with zero1 or fsdp""")
+
+
+def fused_option(
+    kind: str, dtypes: Collection[torch.dtype], device: torch.device
+) -> dict[str, Any]:
+    """Return the option for a fused step of this class; none where torch has no right one."""
+    is_right = kind in FUSED and (kind != "torch.optim.SGD" or _steps_all(dtypes, device))
+    return {"fused": True} if is_right else {}
+
+
+def _steps_all(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
+    """Return True if torch's fused SGD steps every element of parameters of these dtypes.
+
+    On CPUs it leaves most elements of 16 bits as they are, and their momentum without a value
+    (pytorch/pytorch#191763; torch 2.13).
+    """
+    return device.type != "cpu" or all(d.itemsize > 2 or _is_stepped(d) for d in dtypes)
+
+
+@cache
+@torch.enable_grad()
+def _is_stepped(dtype: torch.dtype) -> bool:
+    weights = nn.Parameter(torch.ones(64, dtype=dtype, device="cpu"))
+    weights.sum().backward()
+    optim.SGD([weights], lr=1.0, fused=True).step()
+    return not weights.any()
+
+
+def check_fused(optimizer: Optimizer) -> None:
+    """Raise ConfigError for a fused SGD that would leave elements of this rank as they are."""
+    if not isinstance(optimizer, optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and not all(_steps_all([p.dtype], p.device) for p in group["params"]):
+            raise ConfigError("""build_optimizer: SGD(fused=True) skips elements of 16 bits on a CPU
+                (pytorch/pytorch#191763); leave fused out""")
+
+
+def _communicates(function: FunctionType) -> bool:
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if "distributed" in names and function.__globals__.get("torch") is torch:
+        return True
+    values = [function.__globals__.get(name) for name in names]
+    modules = [
+        each.__name__ if inspect.ismodule(each) else each.__module__
+        for each in values
+        if inspect.ismodule(each) or inspect.isfunction(each)
+    ]
+    return any(module.startswith("torch.distributed") for module in modules)
+
+
+def _check_closure(optimizer: Optimizer) -> None:
+    """Raise ConfigError if an optimizer cannot step without a closure."""
+    try:
+        step_stand_ins(optimizer)
+    except Exception as error:  # any other failure may be that of the stand-ins
+        if "closure" in str(error):
+            raise ConfigError(f"""build_optimizer: {type(optimizer).__name__}.step needs a closure,
+                and `update` has none ({one_line(error)}); see SAM in docs/tasks.md""") from None
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer of ELEMENTWISE, unless its step was replaced."""
+    return type(optimizer) in ELEMENTWISE and "step" not in vars(optimizer)
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that an optimizer keeps, such as the one that it wraps."""
+    return [leaf for leaf in _attributes(optimizer) if isinstance(leaf, Optimizer)]
+
+
+def _attributes(optimizer: Optimizer) -> list[Any]:
+    """Return all that an optimizer keeps outside of its groups and state."""
+    return tree_leaves([value for key, value in vars(optimizer).items() if key not in _KNOWN])
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Raise ConfigError for step hooks, which would see this rank's parts of the parameters."""
+    if any(getattr(optimizer, kind, None) for kind in _HOOKS):
+        raise ConfigError(f"""build_optimizer:
+            {type(optimizer).__name__} has a step hook, which would get parts of parameters;
+            put it into the step of a class of your own, or use ddp""")
+
+
+def check_independence(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a step needs more than one parameter and its gradient at a time."""
+    given = f"build_optimizer: {type(optimizer).__name__}"
+    own = vars(optimizer).get("step")
+    if own is not None and getattr(own, "__self__", None) is not optimizer:
+        raise ConfigError(f"""{given} has another step than its class, which cannot be tried;
+            write a class with this step, or use ddp""")
+    others = _attributes(optimizer)
+    shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
+    for leaf in (leaf for leaf in others if isinstance(leaf, torch.Tensor)):
+        if isinstance(leaf, nn.Parameter):
+            raise ConfigError(f"""{given} keeps parameters outside of param_groups,
+                and ranks step different ones; read them from param_groups, or use ddp""")
+        if leaf.dim() and leaf.shape in shapes:
+            raise ConfigError(f"""{given} keeps tensors of its parameters outside of its state,
+                and ranks step different ones;
+                make them in the first step, in self.state[parameter], or use ddp""")
+    for inner in inner_optimizers(optimizer):
+        if not all(any(g is own for own in optimizer.param_groups) for g in inner.param_groups):
+            raise ConfigError(f"""{given} wraps an optimizer with param_groups of its own,
+                and ranks step different ones; share them, or use ddp""")
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    with suppress(Exception):  # a failure may be that of the stand-ins
+        whole = step_stand_ins(optimizer)
+        for first in range(2):
+            found += step_stand_ins(optimizer, first, 2)
+            expected += whole[first::2]
+    for one, other in zip(found, expected, strict=False):
+        if not torch.allclose(one, other, rtol=TOLERANCE, atol=0):
+            raise ConfigError(f"""{given} steps a parameter by the values of others,
+                and ranks step different ones; use ddp""")
+
+
+_KNOWN = ("param_groups", "state", "defaults")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+SIZES = (1.0, 1e3, 1e-3)  # of gradients: a limit of their norm is reached in one of the steps
+
+
+@torch.no_grad()
+def step_stand_ins(optimizer: Optimizer, first: int = 0, every: int = 1) -> Sequence[torch.Tensor]:
+    """Return stand-ins of every so many parameters after three steps of a copy of the optimizer.
+
+    It has no other parameters, and no step hooks, which could change the model.
+    """
+    made = object.__new__(type(optimizer))
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {id(optimizer): made}
+    gradients: dict[nn.Parameter, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sizes = [min(size, LONGEST) for size in parameter.shape]
+            values = torch.randn([2, *sizes], generator=generator, dtype=torch.float64)
+            memo[id(parameter)] = stand_in = nn.Parameter(values[0], parameter.requires_grad)
+            gradients[stand_in] = values[1]
+    vars(made).update(copy.deepcopy(vars(optimizer), memo))
+    kept = list(gradients)[first::every]
+    for group in made.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is each for each in kept)]
+    for each in (made, *inner_optimizers(made)):
+        for kind in _HOOKS:
+            vars(each).get(kind, {}).clear()
+    with sandbox(keep_generators()):
+        for size in SIZES:
+            for parameter in kept:
+                parameter.grad = gradients[parameter] * size
+            made.step()
+    return kept
+
+
+def surround_step(
+    optimizer: Optimizer, before: Callable[[], None] | None, after: Callable[[], None]
+) -> None:
+    """Call `before` and `after` around each whole step of an optimizer.
+
+    Hooks of torch's run around the step of each of its classes: twice if it calls `super().step()`,
+    and never in a wrapper that does not call `Optimizer.__init__`.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        returned = step(*args, **kwargs)
+        after()
+        return returned
+
+    optimizer.step = whole_step  # type: ignore[method-assign]
+
+
+@dataclass
+class _Parameter:
+    """A divided parameter: this rank's part, its whole on the owner, and the boxes of all ranks."""
+
+    part: nn.Parameter
+    owner: int
+    whole: nn.Parameter | None
+    boxes: list[list[Any]]  # by rank, (offset, size) of each box
+    most: int  # elements of the largest part
+
+    def pieces(self, rank: int, flat: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], Any]]:
+        """Yield the place in the whole of each box of a rank, and its values from `flat`."""
+        begin = 0
+        for offset, size in self.boxes[rank]:
+            count = torch.Size(size).numel()
+            yield slices(offset, size), flat[begin : begin + count].view(size)
+            begin += count
+
+
+class OwnedOptimizer:
+    """The parameters of one optimizer: `owned` maps each one that this rank owns to its part."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        local: Sequence[tuple[nn.Parameter, Shard]],
+        axis: RankGroup,
+    ):
+        """`local` are the parts of the optimizer's parameters that are divided, in their order.
+
+        Collective: every rank of `axis` must call it.
+        """
+        self.owned: dict[nn.Parameter, nn.Parameter] = {}
+        self._group = axis.group
+        self._rank = axis.rank
+        self._parameters: list[_Parameter] = []
+        own = [[[o, list(box.shape)] for box, o in shard.boxes()] for _, shard in local]
+        every = axis.gather(own)
+        owners = find_owners((math.prod(shard.shape) for _, shard in local), axis.size)
+        for number, ((part, shard), owner) in enumerate(zip(local, owners, strict=True)):
+            whole = None
+            if owner == self._rank:
+                whole = nn.Parameter(part.new_empty(shard.shape), part.requires_grad)
+                self.owned[whole] = part
+            boxes = [of_rank[number] for of_rank in every]
+            most = max(sum(torch.Size(size).numel() for _, size in each) for each in boxes)
+            self._parameters.append(_Parameter(part, owner, whole, boxes, most))
+        surround_step(optimizer, self._before, self._after)
+
+    @torch.no_grad()
+    def _before(self) -> None:
+        for each in self._parameters:
+            if each.part.grad is None:
+                continue
+            weight = self._gather(each, each.part)
+            gradient = self._gather(each, each.part.grad)
+            if (whole := each.whole) is not None:
+                whole.copy_(weight)
+                whole.grad = gradient
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        for each in self._parameters:
+            part, whole = each.part, each.whole
+            if part.grad is None:
+                continue
+            mine = part.new_empty(each.most)
+            sent = None
+            if whole is not None:
+                sent = [torch.zeros_like(mine) for _ in each.boxes]
+                for rank, flat in enumerate(sent):
+                    for place, piece in each.pieces(rank, flat):
+                        piece.copy_(whole[place])
+                whole.grad = None
+            dist.scatter(mine, sent, group=self._group, group_src=each.owner)
+            part.copy_(mine[: part.numel()].view_as(part))
+
+    def _gather(self, each: _Parameter, values: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor on its owner, something else on other ranks."""
+        mine = values.new_zeros(each.most)
+        mine[: values.numel()] = values.flatten()
+        if each.whole is None:
+            dist.gather(mine, None, group=self._group, group_dst=each.owner)
+            return mine
+        received = [torch.empty_like(mine) for _ in each.boxes]
+        dist.gather(mine, received, group=self._group, group_dst=each.owner)
+        made = torch.empty_like(each.whole)
+        for rank, flat in enumerate(received):
+            for place, piece in each.pieces(rank, flat):
+                made[place] = piece
+        return made

@@ -1,0 +1,1 @@
+"""Hugging Face: models, adapters and chats as a task takes them, and folders that a run writes."""

@@ -1,0 +1,1 @@
+"""`python -m trainer.list`: list tasks, recipes, strategies and runs."""

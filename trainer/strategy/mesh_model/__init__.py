@@ -1,1 +1,0 @@
-"""A model on a mesh: which rank has which part, and the parts of all ranks as a whole."""

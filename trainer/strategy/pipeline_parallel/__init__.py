@@ -1,1 +1,0 @@
-"""Blocks of a model divided over stages, and the exchange between stages."""

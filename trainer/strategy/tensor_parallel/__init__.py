@@ -1,1 +1,0 @@
-"""Matrices divided over ranks, by the tensor_plan of a task."""
