@@ -73,9 +73,9 @@ MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
 # Words that say nothing of a value, and the functions with a variable or an argument of that name.
 # A number may only become smaller.
 VAGUE = {
-    "found": 334,
+    "found": 333,
     "given": 145,
-    "place": 252,
+    "place": 251,
     "number": 282,
     "kept": 64,
     "made": 48,

@@ -13,7 +13,6 @@ from typing import Any
 from trainer.cli import JSON, answer, run
 from trainer.core.config.typed import suggest
 from trainer.core.errors import ConfigError, visible
-from trainer.core.process.child import continue_in_session, end_as_by_interrupt
 from trainer.core.process.streams import print_table
 from trainer.pages import Page, Section, Status
 from trainer.pages.charts import Chart, Line, overlay
@@ -22,6 +21,7 @@ from trainer.prove.merging import CommandHistory
 from trainer.prove.notes import find_notes
 from trainer.prove.private_view import private_views
 from trainer.prove.runner import Bench, prove_pair, prove_resume
+from trainer.prove.worker_session import continue_in_session, end_as_by_interrupt
 
 HEADER = ("command", "ranks", *COLUMNS, "result")
 

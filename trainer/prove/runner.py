@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer.core.errors import ConfigError, counted, shortened, visible
 from trainer.core.process.child import end, read_end, start
 from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
+from trainer.prove.end_view import kill_left
 from trainer.prove.kept_output import OutputKeeper
 from trainer.prove.merging import CommandHistory, RankHistory
 from trainer.prove.private_view import View, Views, WrittenFile
@@ -207,7 +208,8 @@ def run_command(
             try:
                 stopped = _wait(process, folder, limit_s)
             finally:
-                end(process, GRACE_S, mark, is_asked=not (folder / KILLED).exists())
+                end(process, GRACE_S, is_asked=not (folder / KILLED).exists())
+                kill_left((), [mark])  # torchrun's ranks have sessions of their own
                 if view:
                     view.end()
         finally:

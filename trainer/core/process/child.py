@@ -5,24 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import RunError
-
 MOST_BYTES = 1 << 18  # of a log that are read from its end
-FOLDER = "LOCKSTEP_FOLDER"  # set for the processes of a session, which end with it
-GRACE_S = 5.0  # for its killed processes to be gone
 _PACKAGE = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 
@@ -30,66 +21,6 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 def start(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start a command in a session of its own: what a terminal sends reaches its parent only."""
     return subprocess.Popen(words, start_new_session=True, **options)  # noqa: S603  # no shell
-
-
-def continue_in_session(prefix: str) -> Path:
-    """Continue in a child process that leads a session; return a temporary folder, there only.
-
-    This process waits for the child and exits as it does. At Ctrl-C, SIGTERM or SIGHUP it raises
-    KeyboardInterrupt. In any case it first kills what is left of the session and removes the
-    folder. It must be the only thread.
-
-    An exception that a handler raises in the process that does the work is not enough: Python drops
-    it in a weakref callback or `__del__`, and it may come between the start of a process and the
-    line that notes it. Here the signals are blocked, so none is lost and none interrupts.
-    """
-    resource_tracker.ensure_running()  # outside of the session: it removes what killed ones leave
-    candidates = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
-    numbers = [each for each in candidates if signal.getsignal(each) != signal.SIG_IGN]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*numbers, signal.SIGCHLD])
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # macOS drops it without a handler
-    util.get_temp_dir()  # of multiprocessing's sockets, in both processes
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        end_with_parent(parent)
-        for number in (*numbers, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.environ[FOLDER] = str(folder)
-        return folder
-    code = _wait_for_end(child, numbers)
-    _kill(child, GRACE_S, f"{FOLDER}={folder}\0".encode())
-    util._run_finalizers()  # type: ignore[attr-defined]  # removes the folder of the sockets
-    shutil.rmtree(folder, ignore_errors=True)
-    if code is None or -code in numbers:
-        raise KeyboardInterrupt
-    if code < 0:
-        raise RunError(f"""{signal.Signals(-code).name} ended the process that does the work;
-            see the kernel's log: SIGKILL often means that memory was full""")
-    os._exit(code)
-
-
-def _wait_for_end(child: int, numbers: Sequence[int]) -> int | None:
-    """Return the exit code of a child, or None after a signal of `numbers`: it is then killed."""
-    while True:
-        number = signal.sigwait([*numbers, signal.SIGCHLD])
-        if number == signal.SIGTSTP:  # Ctrl-Z
-            for each in (signal.SIGSTOP, signal.SIGCONT):
-                with suppress(ProcessLookupError, PermissionError):  # it has ended
-                    os.killpg(child, each)
-                if each == signal.SIGSTOP:
-                    os.kill(os.getpid(), each)  # until the shell sends SIGCONT
-        elif number != signal.SIGCHLD:
-            os.kill(child, signal.SIGKILL)  # also before it has its session
-            os.waitpid(child, 0)
-            return None
-        elif (ended := os.waitpid(child, os.WNOHANG))[0]:
-            return os.waitstatus_to_exitcode(ended[1])
 
 
 @contextmanager
@@ -112,16 +43,12 @@ def signals_passed_on(
 
 
 def end(
-    process: subprocess.Popen[Any],
-    grace_s: float | None = None,
-    mark: bytes = b"",
-    is_asked: bool = True,
+    process: subprocess.Popen[Any], grace_s: float | None = None, is_asked: bool = True
 ) -> None:
     """End a command that `start` has started, and wait for it.
 
     It `is_asked` by SIGTERM. With `grace_s`, what is left of its session after so many seconds is
-    killed, and each process whose environment contains `mark`: torchrun's ranks have sessions of
-    their own.
+    killed.
     """
     try:
         if is_asked and process.poll() is None:
@@ -131,30 +58,9 @@ def end(
         pass
     finally:
         if grace_s is not None:
-            _kill(process.pid, grace_s, mark)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _kill(session: int, grace_s: float, mark: bytes) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
-    end = time.monotonic() + grace_s
-    # without a mark there is nothing to look for: the empty one is in every environment
-    while mark and (left := _find_processes(mark)) and time.monotonic() < end:
-        for each in left:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _find_processes(mark: bytes) -> list[int]:
-    """Return the processes whose environment contains a mark; none where there is no /proc."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if mark in place.read_bytes():
-                found.append(int(place.parent.name))
-    return found
 
 
 def read_end(path: Path) -> str:
@@ -213,13 +119,6 @@ def end_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
-
-
-def end_as_by_interrupt() -> None:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that the processes started here end."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager

@@ -1,45 +1,33 @@
-"""A child process ends with its session, and with what has its mark; nothing else does."""
+"""What a proof starts ends with it, whatever session it has and whatever it is doing."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import wait_for
 from harness.launch import ROOT
 
-from trainer.core.process import child
+from trainer.prove import worker_session
+from trainer.prove.end_view import find_processes, kill_left
 
 WAITS = [sys.executable, "-c", "import time; time.sleep(100)"]
-MARK = b"LOCKSTEP_TEST_OF_CHILD"
+MARK = b"LOCKSTEP_TEST_OF_MARKS"
 
 
-def test_without_a_mark_no_other_process_is_looked_for(monkeypatch):
-    looked_for = []
-
-    def find(mark):  # were it called without a mark, it would find every process of this machine
-        looked_for.append(mark)
-        return []
-
-    monkeypatch.setattr(child, "_find_processes", find)
-    process = child.start(WAITS)
-    child.end(process, grace_s=5.0)
-    assert process.returncode and not looked_for
-
-
-def test_what_left_the_session_is_found_by_its_mark():
+def test_a_process_of_any_session_is_found_by_its_mark():
     own = {**os.environ, MARK.decode(): "1"}
-    process = child.start(WAITS, env=own)
-    other = subprocess.Popen(WAITS, env=own, start_new_session=True)
+    marked = subprocess.Popen(WAITS, env=own, start_new_session=True)
     unmarked = subprocess.Popen(WAITS, start_new_session=True)
     try:
-        child.end(process, grace_s=5.0, mark=MARK)
-        assert other.wait(5) and process.returncode
-        assert unmarked.poll() is None
+        wait_for(lambda: find_processes((), [MARK]))  # after its exec
+        kill_left((), [MARK])
+        assert marked.wait(5) == -signal.SIGKILL and unmarked.poll() is None
     finally:
-        for each in (other, unmarked):
+        for each in (marked, unmarked):
             each.kill()
             each.wait()
 
@@ -47,7 +35,7 @@ def test_what_left_the_session_is_found_by_its_mark():
 IN_A_SESSION = """
 import os, subprocess, sys, time
 from trainer.core.errors import RunError
-from trainer.core.process.child import continue_in_session
+from trainer.prove.worker_session import continue_in_session
 try:
     folder = continue_in_session("lockstep-test-")
     if sys.argv[1] == "killed":
@@ -63,6 +51,10 @@ try:
             time.sleep(100)
     if sys.argv[1] == "drops":
         Dropping()
+    if sys.argv[1] == "forks" and os.fork() == 0:  # its environment is that of the first process
+        os.setsid()
+        print(os.getpid(), flush=True)
+        time.sleep(100)
     sys.exit(3)
 except KeyboardInterrupt:
     sys.exit("interrupted")
@@ -71,11 +63,11 @@ except RunError as error:
 """
 
 
-def run_in_a_session(kind, tmp_path):
+def run_in_a_session(kind, tmp_path, **more):
     own = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", IN_A_SESSION, kind]
     return subprocess.Popen(
-        words, env=own, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words, env=own, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
     )
 
 
@@ -91,7 +83,13 @@ def test_an_interrupt_at_any_moment_ends_all_processes_and_removes_the_folder(
         os.killpg(process.pid, number)
         assert process.communicate(timeout=20)[1] == "interrupted\n"
         assert process.returncode == 1 and not [*tmp_path.iterdir()]
-        assert not child._find_processes(f"{child.FOLDER}={tmp_path}".encode())
+        assert not find_processes((), [f"{worker_session.FOLDER}={tmp_path}".encode()])
+
+
+def test_a_process_that_has_not_called_exec_ends_with_the_session(tmp_path):
+    process = run_in_a_session("forks", tmp_path, stdout=subprocess.PIPE)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (3, "") and not Path(f"/proc/{int(out)}").exists()
 
 
 def test_a_session_ends_as_its_first_process(tmp_path):
