@@ -18,7 +18,7 @@ PIP_EXTRA_INDEX_URL or PIP_ARGS='--extra-index-url <URL>' after make train, text
 endef
 export ABOUT_TORCH
 
-.PHONY: help setup train text test test-all faults lint format types docs wheel clean
+.PHONY: help setup train text test test-all test-core faults lint format types docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -52,6 +52,9 @@ test: setup ## the default tests, side by side: 6 minutes on two quiet cores
 
 test-all: setup ## every test, the slow ones too, side by side
 	@$(BIN)/python scripts/run_tests.py -m '' $(ARGS)
+
+test-core: setup ## the core's tests in a tree without its companions
+	@$(BIN)/python scripts/run_core_tests.py $(ARGS)
 
 faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less
 	@$(BIN)/python scripts/faults $(ARGS)

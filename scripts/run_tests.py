@@ -32,7 +32,7 @@ LARGE = (
 LARGE = [
     path.relative_to(ROOT).as_posix()
     for name in (*LARGE, "transformers", "chat", "hf", "images", "lm", "pretrained")
-    for path in ROOT.glob(f"tests/*/test_{name}.py")
+    for path in ROOT.glob(f"tests/**/test_{name}.py")
 ]
 PARTS = 12  # of the slow tests: all take some two hours on two cores
 INTERRUPTED = 2  # pytest's exit codes
@@ -68,7 +68,7 @@ def newest_first() -> list[str]:
     words = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "tests"]
     for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
         times[line[3:]] = int(time.time())
-    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/*/test_*.py"))]
+    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/**/test_*.py"))]
     return sorted({*files} - {*LARGE}, key=lambda file: (-times.get(file, 0), file))
 
 

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import re
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -171,6 +172,32 @@ def pytest_runtest_protocol(item, nextitem):
     return True
 
 
+# Without companions -------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+IS_ALONE = not (
+    ROOT / "trainer/startup_checks"
+).is_dir()  # in the tree of scripts/run_core_tests.py
+MISSING = re.compile(
+    r"(trainer\.[\w.]+): is not part of this installation|[Nn]o module named '?(trainer\.[\w.]+)"
+)
+
+
+def pytest_runtest_setup(item):
+    needed = item.get_closest_marker("companion")
+    if IS_ALONE and needed:
+        pytest.skip(f"needs trainer.{needed.args[0]}")
+
+
+def skip_without_companion(item, report):
+    """Make a failure a skip if the test met a companion that was deleted."""
+    missing = MISSING.search(report.longreprtext)
+    if missing:
+        place, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (place, line, f"Skipped: needs {missing[1] or missing[2]}")
+
+
 # Tests that take too long -------------------------------------------------------------------------
 
 too_long = pytest.StashKey[list]()
@@ -180,7 +207,9 @@ too_long = pytest.StashKey[list]()
 def pytest_runtest_makereport(item, call):
     """Record a default test that takes more than 5 s, scaled by the current import time of torch
     relative to 0.7 s."""
-    yield
+    report = (yield).get_result()
+    if IS_ALONE and report.failed:
+        skip_without_companion(item, report)
     if call.duration > LONGEST_S and item.get_closest_marker("slow") is None:
         limit_s = LONGEST_S * max(1.0, seconds_of_importing_torch() / QUIET_S)
         if call.duration > limit_s:

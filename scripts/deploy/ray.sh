@@ -12,7 +12,7 @@
 # To stop:  ray job stop <job>. Ray kills the job 3 s later, unless RAY_JOB_STOP_WAIT_TIME_S says more where the head was
 #           started (give it the seconds of a step and a save). The same command resumes from the bucket.
 #
-# Run on CPUs, on a cluster of one machine (tests/distributed/test_ray.py).
+# Run on CPUs, on a cluster of one machine (tests/places/test_ray.py).
 set -eu
 : "${BUCKET:?must be the address of the run in a bucket, as in s3://bucket/first}"
 

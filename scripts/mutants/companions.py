@@ -5,23 +5,23 @@ from __future__ import annotations
 from mutants.edits import Edit, in_area
 
 OF_BUCKETS = (
-    *("checkpoints/test_bucket_order.py", "checkpoints/test_mirror.py"),
-    *("checkpoints/test_newest_whole.py", "checkpoints/test_last_checkpoint.py"),
-    *("checkpoints/test_shared_buckets.py", "checkpoints/test_failed_start.py"),
-    *("checkpoints/test_lost_nodes.py", "checkpoints/test_stores.py"),
-    *("checkpoints/test_slow_uplink.py", "checkpoints/test_hostile_files.py"),
+    *("places/test_bucket_order.py", "places/test_mirror.py"),
+    *("places/test_newest_whole.py", "places/test_last_checkpoint.py"),
+    *("places/test_shared_buckets.py", "core/checkpoints/test_failed_start.py"),
+    *("places/test_lost_nodes.py", "places/test_stores.py"),
+    *("places/test_slow_uplink.py", "core/checkpoints/test_hostile_files.py"),
 )
-OF_RAY = ("distributed/test_ray_ranks.py", "distributed/test_ray.py")
-OF_CHATS = ("shipped_tasks/test_chat.py", "shipped_tasks/test_hostile_chats.py")
+OF_RAY = ("places/test_ray_ranks.py", "places/test_ray.py")
+OF_CHATS = ("hf/test_chat.py", "hf/test_hostile_chats.py")
 OF_MODELS = (
-    *("shipped_tasks/test_hf.py", "shipped_tasks/test_hostile_models.py"),
-    *("shipped_tasks/test_finetune.py", "shipped_tasks/test_images.py"),
-    "shipped_tasks/test_exports.py",
+    *("hf/test_hf.py", "hf/test_hostile_models.py"),
+    *("hf/test_finetune.py", "hf/test_images.py"),
+    "hf/test_exports.py",
 )
-OF_LM = ("shipped_tasks/test_lm.py", "shipped_tasks/test_exports.py")
+OF_LM = ("hf/test_lm.py", "hf/test_exports.py")
 OF_EXPORTS = (
-    *("loop/test_pretrained.py", "shipped_tasks/test_exports.py", "verbs/test_export.py"),
-    "loop/test_staged_folder.py",
+    *("hf/test_pretrained.py", "hf/test_exports.py", "use/test_export.py"),
+    "hf/test_staged_folder.py",
 )
 OF_PROVE = (
     *("prove/test_recorded_facts.py", "prove/test_prove.py"),
@@ -94,14 +94,14 @@ FENCE = [
         "if owner.is_running and not owner.is_this_process:",
         "if False:",
         "a second run on the machine takes over from a living one",
-        "checkpoints/test_shared_buckets.py",
+        "places/test_shared_buckets.py",
     ),
     _fence(
         "reached",
         "if reached is not None and newest > reached:",
         "if False:",
         "a start that read an older step takes over from one that has gone on",
-        "checkpoints/test_shared_buckets.py",
+        "places/test_shared_buckets.py",
     ),
     _owner(
         "later-process",
@@ -120,14 +120,16 @@ FENCE = [
         "            if self.bucket.state_of(name) != first:",
         "            if False:",
         "a writer that renews its lease is taken over after 35 s",
-        "checkpoints/test_shared_buckets.py",
+        "places/test_shared_buckets.py",
     ),
 ]
 
 _resume = in_area(
-    "resume", "trainer/core/checkpoints/resume.py", "checkpoints/test_resume.py", *OF_BUCKETS
+    "resume", "trainer/core/checkpoints/resume.py", "core/checkpoints/test_resume.py", *OF_BUCKETS
 )
-_state = in_area("resume", "trainer/core/checkpoints/train_state.py", "checkpoints/test_resume.py")
+_state = in_area(
+    "resume", "trainer/core/checkpoints/train_state.py", "core/checkpoints/test_resume.py"
+)
 RESUME = [
     _resume(
         "fixed",
@@ -140,7 +142,7 @@ RESUME = [
         "    if vain >= RESTARTS:",
         "    if False:",
         "a run that always fails at one step restarts for ever",
-        "distributed/test_launching.py",
+        "core/distributed/test_launching.py",
     ),
     _resume(
         "unused",
@@ -190,7 +192,7 @@ BUCKET = [
         "            if step <= min(later, default=step):",
         "            if True:",
         "a checkpoint of a writer that had lost its lease is resumed",
-        "checkpoints/test_shared_buckets.py",
+        "places/test_shared_buckets.py",
     ),
     _listing(
         "home",
@@ -221,14 +223,14 @@ BUCKET = [
         "while begin < size <= most:",
         "while begin < size:",
         "a file that is too large for its manifest fills the disk",
-        "checkpoints/test_hostile_files.py",
+        "core/checkpoints/test_hostile_files.py",
     ),
     _stores(
         "login-in-address",
         "    if parts.username or parts.password or parts.query or parts.fragment:",
         "    if parts.username or parts.password:",
         "a secret in an address is recorded",
-        "config/test_security.py",
+        "core/config/test_security.py",
     ),
     _copies(
         "fork",

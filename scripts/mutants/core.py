@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from mutants.edits import Edit, in_area
 
-_decisions = in_area("decisions", "trainer/core/loop/decisions.py", "loop/test_decisions.py")
+_decisions = in_area("decisions", "trainer/core/loop/decisions.py", "core/loop/test_decisions.py")
 DECISIONS = [
     _decisions(
         "in-a-row",
         "        else:\n            self._num_skipped = 0",
         "        else:\n            pass",
         "ten bad steps of a long run end it, with good ones between",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
     _decisions(
         "last-stop",
@@ -36,82 +36,82 @@ DECISIONS = [
         "            actions.note_bad_step(step, why)\n",
         "",
         "skipped steps of fp16 are not in metrics.jsonl",
-        "strategy/test_precision.py",
+        "core/strategy/test_precision.py",
     ),
     _decisions(
         "repeated",
         "is_repeated = step in self._rolled_back",
         "is_repeated = False",
         "a step that is always bad is rolled back for ever",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
     _decisions(
         "stale",
         "stale >= limit:",
         "stale > limit:",
         "the run makes one evaluation more than run.stop_after_evals",
-        "loop/test_stops.py",
+        "core/loop/test_stops.py",
     ),
     _decisions(
         "longer",
         'return self._state.ended if self._state.ended_of == self._num_steps else ""',
         "return self._state.ended",
         "a longer run of an ended one ends at its start",
-        "loop/test_stops.py",
+        "core/loop/test_stops.py",
     ),
     _decisions(
         "failed-writer",
         "return bool(self.stop) or any(writer.has_failed for writer in self._writers)",
         "return bool(self.stop)",
         "a run whose checkpoints fail goes on for hours",
-        "loop/test_saved_after_errors.py",
-        "checkpoints/test_writers.py",
+        "core/loop/test_saved_after_errors.py",
+        "core/checkpoints/test_writers.py",
     ),
     _decisions(
         "first-reason",
         "self.end = self.end or reason",
         "self.end = reason",
         "the reason of the end is that of a later call of stop",
-        "loop/test_stops.py",
+        "core/loop/test_stops.py",
     ),
     _decisions(
         "end-resets",
         "report.is_stop_requested and",
         "report.is_stop_requested and not report.is_skipped and",
         "a signal that comes in a bad step is passed over",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
     _decisions(
         "bad-noted",
         '        actions.note_bad_step(step, f"{line}; the update was skipped")',
         "        pass",
         "skipped steps are not in metrics.jsonl",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
     _decisions(
         "at-step",
         "with self._state.at(step - 1):",
         "with self._state.at(step):",
         "examples of a bad step are named with the draws of the next one",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
 ]
 
-_objective = in_area("objective", "trainer/core/engine/objective.py", "engine/test_means.py")
+_objective = in_area("objective", "trainer/core/engine/objective.py", "core/engine/test_means.py")
 OBJECTIVE = [
     _objective(
         "short-rows",
         " and targets.shape[:1] == values.shape[:1]:",
         ":",
         "a batch with fewer targets than values trains without an error",
-        "engine/test_means.py",
+        "core/engine/test_means.py",
     ),
     _objective(
         "short-gradient",
         "t.layout, t.requires_grad)",
         "t.layout, True)",
         "a loss that is detached later ends in a traceback, or weights train themselves away",
-        "engine/test_step.py",
+        "core/engine/test_step.py",
     ),
     _objective(
         "short-layout",
@@ -124,22 +124,22 @@ OBJECTIVE = [
         "        if self.is_weighted is None:\n            check_signs",
         "        if False:\n            check_signs",
         "negative weights train",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _objective(
         "elements-of-resume",
         "self.elements = self.elements or agreed // 2",
         "self.elements = agreed // 2",
         "a resumed run of weighted values has other bits",
-        "engine/test_recording.py",
-        "checkpoints/test_resume.py",
+        "core/engine/test_recording.py",
+        "core/checkpoints/test_resume.py",
     ),
     _objective(
         "counted-parts",
         "            return total.sum(), self.absent()",
         "            pass",
         "ranks of a mesh count the same values twice",
-        "meshes/test_meshes.py",
+        "mesh/test_meshes.py",
     ),
     _objective(
         "checked-each-time",
@@ -152,7 +152,7 @@ OBJECTIVE = [
         "if torch.is_grad_enabled() and not values.requires_grad:",
         "if False:",
         "a loss without a gradient ends in a traceback",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _objective(
         "scale-ranks",
@@ -162,7 +162,7 @@ OBJECTIVE = [
     ),
 ]
 
-_ddp = in_area("ddp", "trainer/core/strategy/ddp.py", "strategy/test_strategies.py")
+_ddp = in_area("ddp", "trainer/core/strategy/ddp.py", "core/strategy/test_strategies.py")
 DDP = [
     _ddp(
         "buffers",
@@ -193,14 +193,14 @@ DDP = [
         "dtype = torch.float64 if is_compressed else self.precision.wide",
         "dtype = self.precision.wide",
         "the weight of a batch is compressed to 16 bits, so the mean is wrong",
-        "strategy/test_precision.py",
+        "core/strategy/test_precision.py",
     ),
     _ddp(
         "powersgd-resume",
         'if is_resumed and self.config.comm_hook == "powersgd":',
         "if False:",
         "a resume with PowerSGD does not say that it is not exact",
-        "strategy/test_precision.py",
+        "core/strategy/test_precision.py",
     ),
     _ddp(
         "no-sync",
@@ -219,16 +219,16 @@ DDP = [
         "        self._check_reached(objective)\n        return self._unload()",
         "        return self._unload()",
         "a parameter that no loss reaches is not stepped, without a line",
-        "loop/test_decisions.py",
-        "engine/test_named_updates.py",
+        "core/loop/test_decisions.py",
+        "core/engine/test_named_updates.py",
     ),
 ]
 
 _exact = in_area(
     "exact",
     "trainer/core/strategy/exact.py",
-    "engine/test_facts_of_steps.py",
-    "strategy/test_exact.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/strategy/test_exact.py",
 )
 EXACT = [
     _exact(
@@ -242,7 +242,7 @@ EXACT = [
         "if gradient.is_sparse:",
         "if False:",
         "sparse gradients end in a traceback",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _exact(
         "devices",
@@ -273,8 +273,8 @@ EXACT = [
 _base = in_area(
     "strategy",
     "trainer/core/strategy/base.py",
-    "engine/test_facts_of_steps.py",
-    "strategy/test_strategies.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/strategy/test_strategies.py",
 )
 STRATEGY = [
     _base(
@@ -282,7 +282,7 @@ STRATEGY = [
         "            gradients = [gradient.float() for gradient in gradients]",
         "            pass",
         "the norm of gradients of 16 bits overflows, and clipping zeroes them",
-        "strategy/test_precision.py",
+        "core/strategy/test_precision.py",
     ),
     _base(
         "device-ids",
@@ -295,14 +295,14 @@ STRATEGY = [
         "if not any(p.requires_grad for p in self.tensors.structure.parameters()):",
         "if False:",
         "a model that is frozen as a whole ends in a traceback",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _base(
         "sparse",
         "parameter.grad.layout is not torch.strided:",
         "False:",
         "sparse gradients end in a traceback in the first step",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _base(
         "one-row",
@@ -375,7 +375,7 @@ CHECKS = [
         "if had_row and any(self._parts.ranks.group.max(bool(found.line))):",
         "if False:",
         "a large model that draws from two rows on is refused",
-        "strategy/test_experts.py",
+        "core/strategy/test_experts.py",
     ),
     _rows(
         "too-large",
@@ -456,11 +456,11 @@ CHECKS = [
 _recording = in_area(
     "recorder",
     "trainer/core/engine/recording.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_recording.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_recording.py",
 )
-_values = in_area("recorder", "trainer/core/engine/values.py", "engine/test_means.py")
-_means = in_area("recorder", "trainer/core/engine/means.py", "engine/test_means.py")
+_values = in_area("recorder", "trainer/core/engine/values.py", "core/engine/test_means.py")
+_means = in_area("recorder", "trainer/core/engine/means.py", "core/engine/test_means.py")
 RECORDER = [
     _recording(
         "taken",
@@ -497,7 +497,7 @@ RECORDER = [
         "    if least < 0:",
         "    if least < -1:",
         "negative weights train",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _values(
         "size-of-sums",
@@ -517,8 +517,8 @@ RECORDER = [
         "if any(len(row) % leaves.count for row in rows):",
         "if False:",
         "under exact a value of some micro-batches only is in the wrong place",
-        "strategy/test_exact.py",
-        "engine/test_recording.py",
+        "core/strategy/test_exact.py",
+        "core/engine/test_recording.py",
     ),
     _means(
         "integers",
@@ -531,32 +531,32 @@ RECORDER = [
 _step = in_area(
     "step",
     "trainer/core/engine/step.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_optimizers.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_optimizers.py",
 )
 _engine = in_area(
     "step",
     "trainer/core/engine/engine.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_named_updates.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_named_updates.py",
 )
 _precision = in_area(
     "step",
     "trainer/core/engine/precision.py",
-    "engine/test_facts_of_steps.py",
-    "strategy/test_precision.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/strategy/test_precision.py",
 )
 _optimizers = in_area(
     "step",
     "trainer/core/engine/optimizers.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_optimizers.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_optimizers.py",
 )
 _state = in_area(
     "step",
     "trainer/core/engine/training_state.py",
-    "engine/test_facts_of_steps.py",
-    "checkpoints/test_frozen_weights.py",
+    "core/engine/test_facts_of_steps.py",
+    "use/test_frozen_weights.py",
 )
 STEP = [
     _step(
@@ -564,7 +564,7 @@ STEP = [
         "norms, self._found = self._found, {}",
         "norms, self._found = self._found, self._found",
         "the norm of an earlier step is logged again",
-        "engine/test_recording.py",
+        "core/engine/test_recording.py",
     ),
     _step(
         "late-momentum",
@@ -583,14 +583,14 @@ STEP = [
         'built = [group for group in groups if "lr" in group.get("initial", {})]',
         'built = [group for group in groups if "initial" in group]',
         "an optimizer without a learning rate ends in a traceback",
-        "setup/test_features.py",
+        "core/setup/test_features.py",
     ),
     _engine(
         "others-freed",
         "        for parameter in others:\n            parameter.grad = None\n",
         "",
         "the gradients of the other network are clipped and stepped too",
-        "engine/test_steps_of_users.py",
+        "core/engine/test_steps_of_users.py",
     ),
     _engine(
         "every-second",
@@ -598,14 +598,14 @@ STEP = [
         "        for _ in range(1 + 20 * (number % 2)):\n"
         "            self.optimizers.rates.set(number)\n",
         "every second step is slower",
-        "engine/test_step.py",
+        "core/engine/test_step.py",
     ),
     _engine(
         "statistics-undone",
         "            strategy.statistics.undo(found_inf)",
         "            pass",
         "running statistics keep the NaN of a skipped step",
-        "loop/test_bad_steps.py",
+        "core/loop/test_bad_steps.py",
     ),
     _engine(
         "half-step",
@@ -637,14 +637,14 @@ STEP = [
         'self._is_tf32 = name == "tf32"',
         "self._is_tf32 = False",
         "the checks of the start refuse tf32 for its rounding",
-        "strategy/test_simulated.py",
+        "core/strategy/test_simulated.py",
     ),
     _precision(
         "root-dtype",
         "key = (factor, total.dtype)",
         "key = (factor, torch.float32)",
         "a loss of another dtype in mid-run ends in a traceback",
-        "engine/test_step.py",
+        "core/engine/test_step.py",
     ),
     _optimizers(
         "muon-embedding",
@@ -657,21 +657,21 @@ STEP = [
         'if any("initial_lr" in group for group in optimizer.param_groups):',
         "if False:",
         "a scheduler of torch is overwritten silently",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _optimizers(
         "schedule-free",
         'if callable(getattr(optimizer, "train", None)) and',
         "if False and",
         "a schedule-free optimizer is evaluated at the wrong weights",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _state(
         "ema-restart",
         "        if self.ema:\n            self.ema.restart()",
         "        if False:\n            self.ema.restart()",
         "run.init_from with run.ema_decay averages from random weights",
-        "checkpoints/test_weights.py",
+        "core/checkpoints/test_weights.py",
     ),
     _state(
         "ema-frozen",
@@ -690,20 +690,20 @@ STEP = [
 _evaluation = in_area(
     "evaluation",
     "trainer/core/engine/evaluation.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_evaluation.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_evaluation.py",
 )
 _schedule = in_area(
     "evaluation",
     "trainer/core/schedule.py",
-    "engine/test_facts_of_steps.py",
-    "engine/test_schedule.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/engine/test_schedule.py",
 )
 _progress = in_area(
     "evaluation",
     "trainer/core/checkpoints/train_state.py",
-    "engine/test_facts_of_steps.py",
-    "loop/test_stops.py",
+    "core/engine/test_facts_of_steps.py",
+    "core/loop/test_stops.py",
 )
 EVALUATION = [
     _evaluation(
@@ -711,7 +711,7 @@ EVALUATION = [
         'if "loss" in returned:',
         "if False:",
         "a metric called loss replaces the loss without a word",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _evaluation(
         "padding",
@@ -724,7 +724,7 @@ EVALUATION = [
         "if self._is_dry_run:\n                check_signs",
         "if False:\n                check_signs",
         "a metric with negative weights is logged",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _evaluation(
         "names",
@@ -749,7 +749,7 @@ EVALUATION = [
         "if not 0 <= number < math.inf:",
         "if not 0 <= number:",
         "an infinite rate is accepted",
-        "setup/test_wrong_hooks.py",
+        "core/setup/test_wrong_hooks.py",
     ),
     _schedule(
         "one-cycle",
@@ -762,7 +762,7 @@ EVALUATION = [
         'sign = 1 if mode == "max" else -1',
         'sign = -1 if mode == "max" else 1',
         "the worst checkpoint is kept as the best",
-        "engine/test_evaluation.py",
+        "core/engine/test_evaluation.py",
     ),
     _progress(
         "other-metric",
@@ -781,21 +781,21 @@ EVALUATION = [
         "sign * value <= sign * self.best):",
         "sign * value < sign * self.best):",
         "of two equal evaluations the later one is the best",
-        "engine/test_evaluation.py",
+        "core/engine/test_evaluation.py",
     ),
 ]
 
 _log = in_area(
     "log",
     "trainer/core/record/run_log.py",
-    "record/test_logged_facts.py",
-    "engine/test_recording.py",
+    "core/record/test_logged_facts.py",
+    "core/engine/test_recording.py",
 )
 _saves = in_area(
     "log",
     "trainer/core/loop/checkpointer.py",
-    "record/test_logged_facts.py",
-    "checkpoints/test_checkpoint.py",
+    "core/record/test_logged_facts.py",
+    "core/checkpoints/test_checkpoint.py",
 )
 LOG = [
     _log(
@@ -803,7 +803,7 @@ LOG = [
         'values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm',
         'values["optim/grad_norm"] = norm',
         "of a GAN's two norms one is logged",
-        "engine/test_named_updates.py",
+        "core/engine/test_named_updates.py",
     ),
     _log(
         "epoch",
@@ -828,85 +828,88 @@ LOG = [
         "        self._may_hint = False\n",
         "",
         "the hint at data.workers is printed at each log",
-        "record/test_output.py",
+        "core/record/test_output.py",
     ),
     _log(
         "hyper-parameters",
         "        if self._is_new:\n            self._record.hyper_parameters",
         "        if True:\n            self._record.hyper_parameters",
         "a resume writes the settings to trackers once more",
-        "record/test_trackers.py",
+        "places/test_trackers.py",
     ),
     _log(
         "total-speed",
         "steps = state.step - self.first_step",
         "steps = state.step",
         "the speed of a resumed run counts the steps of earlier sessions",
-        "record/test_output.py",
+        "core/record/test_output.py",
     ),
     _log(
         "slowest",
         'SLOWEST = ("speed/data_wait", "speed/memory_gb", "speed/reserved_gb")',
         'SLOWEST = ("speed/data_wait", "speed/reserved_gb", "speed/memory_gb")',
         "reserved and used memory are exchanged in the log",
-        "strategy/test_simulated.py",
+        "core/strategy/test_simulated.py",
     ),
     _log(
         "exit-reason",
         'reason = "stopped" if is_stopped else "done" + f": {why}" * bool(why)',
         'reason = "stopped" if is_stopped else "done"',
         "exit.json does not say why a run ended early",
-        "loop/test_stops.py",
+        "core/loop/test_stops.py",
     ),
     _saves(
         "requested",
         "        self.is_requested = False\n        self._ranks",
         "        self._ranks",
         "after save_checkpoint each segment ends with a checkpoint",
-        "engine/test_step.py",
-        "setup/test_features.py",
+        "core/engine/test_step.py",
+        "core/setup/test_features.py",
     ),
     _saves(
         "metrics-of-step",
         "strict(state.metrics if state.evaluated == state.step else {})",
         "strict(state.metrics)",
         "keep_best keeps a checkpoint for an evaluation of an earlier step",
-        "engine/test_evaluation.py",
+        "core/engine/test_evaluation.py",
     ),
     _saves(
         "beyond",
         "    if state.step > num_steps:",
         "    if False:",
         "a run that is beyond run.steps ends without a word",
-        "checkpoints/test_resume.py",
+        "core/checkpoints/test_resume.py",
     ),
     _saves(
         "data-checked",
         "        fingerprint.check_data(data, manifest.data)",
         "        pass",
         "a resume on other data goes on silently",
-        "data/test_data_content.py",
+        "show/test_data_content.py",
     ),
     _saves(
         "base-checked",
         "    restored.check_base(setup.parts)\n",
         "",
         "a resume with another base goes on silently",
-        "checkpoints/test_frozen_weights.py",
+        "use/test_frozen_weights.py",
     ),
     _saves(
         "code-noted",
         '            "code": self._code,',
         '            "code": {},',
         "compare cannot tell that the code has changed",
-        "verbs/test_compare.py",
+        "show/test_compare.py",
     ),
 ]
 
-_order = in_area("data", "trainer/core/data/order.py", "data/test_order.py")
-_ledger = in_area("data", "trainer/core/data/ledger.py", "data/test_ledger.py")
+_order = in_area("data", "trainer/core/data/order.py", "core/data/test_order.py")
+_ledger = in_area("data", "trainer/core/data/ledger.py", "show/test_ledger.py")
 _batches = in_area(
-    "data", "trainer/core/data/batches.py", "record/test_logged_facts.py", "loop/test_bad_steps.py"
+    "data",
+    "trainer/core/data/batches.py",
+    "core/record/test_logged_facts.py",
+    "core/loop/test_bad_steps.py",
 )
 DATA = [
     _order(
@@ -914,7 +917,7 @@ DATA = [
         "if batch_split.unit == 1 and rows < accumulation:",
         "if False:",
         "a rank has an empty micro-batch",
-        "config/test_bad_configuration.py",
+        "core/config/test_bad_configuration.py",
     ),
     _order(
         "larger-first",
@@ -934,7 +937,7 @@ DATA = [
         ".encode()",
         "return type(leaf).__name__.encode()",
         "a data set with other labels counts as the same",
-        "data/test_data_content.py",
+        "show/test_data_content.py",
     ),
     _batches(
         "one-percent",
@@ -947,16 +950,16 @@ DATA = [
         "        if length != original:",
         "        if length < original:",
         "a data set that grows in a run gives another order",
-        "checkpoints/test_resume.py",
-        "data/test_data_content.py",
-        "data/test_data_hooks.py",
+        "core/checkpoints/test_resume.py",
+        "show/test_data_content.py",
+        "core/data/test_data_hooks.py",
     ),
     _batches(
         "close-every",
         "            if len(pending) >= CLOSE_EVERY:\n                self.ledger.close(group)\n",
         "",
         "memory grows with the steps between two checkpoints",
-        "data/test_ledger.py",
+        "show/test_ledger.py",
     ),
     _batches(
         "replaced-restored",
@@ -966,11 +969,11 @@ DATA = [
     ),
 ]
 
-_D = "rng/test_what_draws_depend_on.py"
+_D = "core/rng/test_what_draws_depend_on.py"
 _keyed = in_area("rng", "trainer/core/rng/forward.py", _D)
-_philox = in_area("rng", "trainer/core/rng/philox.py", _D, "rng/test_randomness.py")
+_philox = in_area("rng", "trainer/core/rng/philox.py", _D, "core/rng/test_randomness.py")
 _seeds = in_area("rng", "trainer/core/rng/__init__.py", _D)
-_loaders = in_area("rng", "trainer/core/data/loaders.py", _D, "data/test_data_hooks.py")
+_loaders = in_area("rng", "trainer/core/data/loaders.py", _D, "core/data/test_data_hooks.py")
 _made = in_area("rng", "trainer/core/setup/build.py", _D)
 RNG = [
     _keyed(
@@ -990,7 +993,7 @@ RNG = [
         "seed_global_rngs(self._seed, step, key)",
         "seed_global_rngs(self._seed, 0, key)",
         "a model that draws from numpy draws the same in each step",
-        "rng/test_coins.py",
+        "core/rng/test_coins.py",
     ),
     _philox(
         "split",
@@ -1048,80 +1051,82 @@ RNG = [
     ),
 ]
 
-_build = in_area("setup", "trainer/core/setup/build.py", "setup/test_wrong_hooks.py")
-_early = in_area("setup", "trainer/core/setup/early_checks.py", "config/test_bad_configuration.py")
-_facts = in_area("setup", "trainer/core/record/fingerprint.py", "loop/test_decisions.py")
-_start = in_area("setup", "trainer/core/record/startup.py", "record/test_whole_output.py")
-_session = in_area("setup", "trainer/core/setup/session.py", "checkpoints/test_resume.py")
+_build = in_area("setup", "trainer/core/setup/build.py", "core/setup/test_wrong_hooks.py")
+_early = in_area(
+    "setup", "trainer/core/setup/early_checks.py", "core/config/test_bad_configuration.py"
+)
+_facts = in_area("setup", "trainer/core/record/fingerprint.py", "core/loop/test_decisions.py")
+_start = in_area("setup", "trainer/core/record/startup.py", "core/record/test_whole_output.py")
+_session = in_area("setup", "trainer/core/setup/session.py", "core/checkpoints/test_resume.py")
 SETUP = [
     _build(
         "prepare-once",
         "            if task.world.local_rank == 0:",
         "            if True:",
         "each rank of a node downloads the data",
-        "setup/test_features.py",
+        "core/setup/test_features.py",
     ),
     _build(
         "freeze-nothing",
         "        if not matched:\n            some",
         "        if False:\n            some",
         "run.freeze with a misspelt name freezes nothing",
-        "checkpoints/test_weights.py",
-        "setup/test_features.py",
-        "config/test_bad_configuration.py",
+        "core/checkpoints/test_weights.py",
+        "core/setup/test_features.py",
+        "core/config/test_bad_configuration.py",
     ),
     _build(
         "freeze-all",
         "    if patterns and not any(p.requires_grad for p in names.values()):",
         "    if False:",
         "run.freeze of all weights is not named as the cause",
-        "checkpoints/test_weights.py",
-        "setup/test_features.py",
-        "config/test_bad_configuration.py",
+        "core/checkpoints/test_weights.py",
+        "core/setup/test_features.py",
+        "core/config/test_bad_configuration.py",
     ),
     _build(
         "sampling-size",
         "    if chosen.num_examples != len(dataset):",
         "    if chosen.num_examples > len(dataset):",
         "a sampling of fewer examples leaves out the others silently",
-        "data/test_sampling.py",
+        "core/data/test_sampling.py",
     ),
     _build(
         "wrapped",
         "    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):",
         "    if False:",
         "a model in DDP is wrapped twice",
-        "config/test_first_contact.py",
+        "verbs/test_first_contact.py",
     ),
     _build(
         "blocks",
         "    if len(set(blocks)) < len(blocks) or model in blocks:",
         "    if False:",
         "a block that is named twice ends in a traceback",
-        "strategy/test_divided_parameters.py",
+        "core/strategy/test_divided_parameters.py",
     ),
     _early(
         "train-split",
         '    if "train" in config.eval.splits:',
         "    if False:",
         "metrics of an evaluation have the names of training",
-        "verbs/test_plan.py",
+        "check/test_plan.py",
     ),
     _early(
         "own-names",
         "            if isinstance(given, property):\n",
         "            if False:\n",
         "a task that defines `model` replaces the trainer's",
-        "setup/test_wrong_hooks.py",
-        "setup/test_features.py",
+        "core/setup/test_wrong_hooks.py",
+        "core/setup/test_features.py",
     ),
     _facts(
         "rank-0",
         'OF_RANK_0 = ("run.dir", "run.name", "run.resume")',
         'OF_RANK_0 = ("run.dir", "run.name")',
         "a restart of some nodes with run.resume is refused",
-        "checkpoints/test_resume.py",
-        "distributed/test_launching.py",
+        "core/checkpoints/test_resume.py",
+        "core/distributed/test_launching.py",
     ),
     _facts(
         "default-dtype",
@@ -1134,14 +1139,14 @@ SETUP = [
         'for name in ("length", "digest", "size", "sampling"):',
         'for name in ("length", "digest", "size"):',
         "a resume with another sampling goes on silently",
-        "data/test_sampling.py",
+        "core/data/test_sampling.py",
     ),
     _facts(
         "content",
         '        if changed := ledger.find_changes(before, current[split].get("content")):',
         "        if changed := []:",
         "a resume on other data of the same length goes on silently",
-        "data/test_data_content.py",
+        "show/test_data_content.py",
     ),
     _start(
         "dropped",
@@ -1166,33 +1171,33 @@ SETUP = [
         '    if ended.get("code") in (None, 0, STOPPED):',
         '    if ended.get("code") in (None, 0, 1, STOPPED):',
         "a resume does not tell why the last session failed",
-        "distributed/test_silent_ends.py",
-        "checkpoints/test_resume.py",
+        "core/distributed/test_silent_ends.py",
+        "core/checkpoints/test_resume.py",
     ),
     _start(
         "room",
         "    if need <= free:",
         "    if True:",
         "nobody learns that the disk will be full",
-        "checkpoints/test_checkpoint.py",
-        "checkpoints/test_nothing_lost.py",
+        "core/checkpoints/test_checkpoint.py",
+        "core/checkpoints/test_nothing_lost.py",
     ),
     _session(
         "kept-precision",
         'kept["strategy.precision"] or choose_precision(not without)',
         "choose_precision(not without)",
         "a resume on another machine changes the precision of the run",
-        "loop/test_stops.py",
+        "core/loop/test_stops.py",
     ),
     _session(
         "fence-released",
         "            self._release_fence()\n            raise",
         "            raise",
         "a start that fails blocks its bucket for 35 s",
-        "checkpoints/test_failed_start.py",
-        "checkpoints/test_stores.py",
-        "checkpoints/test_shared_buckets.py",
-        "checkpoints/test_mirror.py",
+        "core/checkpoints/test_failed_start.py",
+        "places/test_stores.py",
+        "places/test_shared_buckets.py",
+        "places/test_mirror.py",
     ),
     _session(
         "best-metric",
@@ -1200,28 +1205,28 @@ SETUP = [
         "best_mode=config.best_mode)",
         "keep = config.checkpoint",
         "by default no best checkpoint is kept",
-        "engine/test_evaluation.py",
+        "core/engine/test_evaluation.py",
     ),
 ]
 
-_run = in_area("loop", "trainer/core/loop/run.py", "loop/test_stops.py")
-_calendar = in_area("loop", "trainer/core/loop/__init__.py", "engine/test_step.py")
-_training = in_area("loop", "trainer/core/loop/training.py", "engine/test_recording.py")
-_diagnosis = in_area("loop", "trainer/core/loop/diagnosis.py", "loop/test_bad_steps.py")
+_run = in_area("loop", "trainer/core/loop/run.py", "core/loop/test_stops.py")
+_calendar = in_area("loop", "trainer/core/loop/__init__.py", "core/engine/test_step.py")
+_training = in_area("loop", "trainer/core/loop/training.py", "core/engine/test_recording.py")
+_diagnosis = in_area("loop", "trainer/core/loop/diagnosis.py", "core/loop/test_bad_steps.py")
 LOOP = [
     _run(
         "best-saved",
         "if is_best and self.config.checkpoint.keep_best > 0:",
         "if False:",
         "the best weights between two checkpoints are lost",
-        "engine/test_evaluation.py",
+        "core/engine/test_evaluation.py",
     ),
     _run(
         "code",
         "code = exit_code_of(error)",
         "code = 1",
         "exit.json calls a mistake in the settings a failure",
-        "loop/test_saved_after_errors.py",
+        "core/loop/test_saved_after_errors.py",
         "startup_checks/test_proof.py",
     ),
     _run(
@@ -1229,39 +1234,39 @@ LOOP = [
         "        self.state.recall(opened.evaluation, *self._judged_by())\n",
         "",
         "an evaluation that a killed process recorded is made and counted twice",
-        "loop/test_stops.py",
-        "checkpoints/test_resume.py",
+        "core/loop/test_stops.py",
+        "core/checkpoints/test_resume.py",
     ),
     _run(
         "sound-drift",
         "            self._is_sound = False\n            check_drift",
         "            check_drift",
         "weights that have drifted are saved as the state to resume from",
-        "loop/test_bad_steps.py",
-        "loop/test_drift.py",
+        "core/loop/test_bad_steps.py",
+        "core/loop/test_drift.py",
     ),
     _run(
         "metric-name",
         "        if names and best not in names:",
         "        if False:",
         "a misspelt checkpoint.best_metric fails after the first epoch",
-        "verbs/test_predict.py",
-        "config/test_bad_configuration.py",
+        "use/test_predict.py",
+        "core/config/test_bad_configuration.py",
     ),
     _run(
         "longer",
         "notes = [] if why or self.is_stopped else describe_longer_run(self.num_steps)",
         "notes = describe_longer_run(self.num_steps)",
         "a run that was stopped is told what a longer one would do",
-        "record/test_logged_facts.py",
-        "record/test_output.py",
+        "core/record/test_logged_facts.py",
+        "core/record/test_output.py",
     ),
     _run(
         "nothing-new",
         "is_complete = is_sound and not self.engine.step.is_open and step > self._log.first_step",
         "is_complete = is_sound and not self.engine.step.is_open",
         "an error before the first step claims that a state was saved",
-        "loop/test_saved_after_errors.py",
+        "core/loop/test_saved_after_errors.py",
         "startup_checks/test_proof.py",
     ),
     _run(
@@ -1269,7 +1274,7 @@ LOOP = [
         "if step == self.num_steps or self.decisions.ended_by:",
         "if False:",
         "the last steps of a run are neither logged nor saved where nothing is due",
-        "engine/test_recording.py",
+        "core/engine/test_recording.py",
     ),
     _calendar(
         "at-zero",
@@ -1288,23 +1293,23 @@ LOOP = [
         "is_logged=batch.step + 1 == segment.logged",
         "is_logged=True",
         "each step pays for the norm of its gradients",
-        "engine/test_step.py",
+        "core/engine/test_step.py",
     ),
     _training(
         "owed",
         "    if run.is_evaluation_owed:",
         "    if False:",
         "an evaluation that a stop left out is never made",
-        "checkpoints/test_resume.py",
-        "loop/test_stops.py",
+        "core/checkpoints/test_resume.py",
+        "core/loop/test_stops.py",
     ),
     _diagnosis(
         "integers",
         'if shard.axes == form and shard.tensor.is_floating_point() and kind != "ema"',
         'if shard.axes == form and kind != "ema"',
         "a buffer that counts a rank's own rows is called drift",
-        "loop/test_drift.py",
-        "loop/test_bad_steps.py",
+        "core/loop/test_drift.py",
+        "core/loop/test_bad_steps.py",
     ),
     _diagnosis(
         "batchnorm",

@@ -1,6 +1,5 @@
 """The internal modules of the package that tests use, imported in one place."""
 
-from harness.verbs import audit
 from trainer.cli import load_task
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints import run_directory as rundir
@@ -9,7 +8,6 @@ from trainer.core.checkpoints.reading import open_content
 from trainer.core.strategy.tensor_shards import read_whole
 
 __all__ = [
-    "audit",
     "checkpoint",
     "load_task",
     "open_content",

@@ -514,7 +514,7 @@ def _fill_module() -> None:
 
 # Registration.
 
-COMPILED = 2  # launches of a fused function, the kernels that tests/rng/test_compile.py counts
+COMPILED = 2  # launches of a fused function, the kernels that tests/core/rng/test_compile.py counts
 
 
 def _compile(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Any:

@@ -52,6 +52,7 @@ CASES = {
     "make_settings.py": Smoke("--check"),
     "mutants": Smoke("--default --only objective-short-rows"),
     "naive_ddp.py": Smoke("--help"),  # figure_one_run.py starts it
+    "run_core_tests.py": Smoke("--collect-only -q tests/core/data/test_order.py"),
     "run_tests.py": Smoke("--collect-only -q tests/startup_checks/test_late.py"),
 }
 # They are imported by others.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from harness import CONF, TORCHRUN, ended, launch, newest, ranks_of, wait_for
-from harness.internals import audit
 from harness.launch import children_of, descendants_of
 from harness.shard_rows import NUM, Padded, rows
 from harness.shard_server import serving
 from harness.stored import check_same_bits, content_of
+from harness.verbs import audit
 
 from trainer import ShardedDataset
 from trainer.shards import download

@@ -55,6 +55,7 @@ class Recording:
         settings = {"folder": str(folder), "steps": self.steps, "dtype": self.dtype}
         settings |= {"kill": self.kill, "perturb": self.is_perturbed}
         settings["copies"] = str(view.copies) if view else None
+        settings["started_in"] = str(Path.cwd())
         settings["threads"] = 2 if self.is_perturbed else None
         paths = [str(STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         programs = [*os.environ.get("PATH", "").split(os.pathsep), str(Path(sys.executable).parent)]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1])
 import private_files
 
-private_files.make_private(sys.argv[2], ())
+private_files.make_private(sys.argv[2], (), os.getcwd())
 
 
 def raises(kind, function, *arguments, **options):

@@ -23,6 +23,7 @@ from trainer.core.data.order import BatchSplit, Leaves
 from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError, counted
+from trainer.core.extensions import CHECKS
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import copied, count_rows, slice_rows
 from trainer.core.rng.compiled import compiled
@@ -320,12 +321,14 @@ class Strategy(ABC):
 
         Lazy layers create their weights, and the operations are counted. One row of a large model
         is enough, unless it reaches fewer parameters, as it may of experts, or ranks wait for each
-        other in it. What one row draws is not all: the proof traces draws again. A collective.
+        other in it. What one row draws is not all: the proof traces draws again, where there is
+        one. A collective.
         """
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
         with eager(self.spec.config), watch, self.spec.draws.traces.watched("loss"):
             found = None
-            if is_large(self.module) and self.spec.config.run.prove:
+            has_proof = self.spec.config.run.prove and CHECKS.is_installed
+            if is_large(self.module) and has_proof:
                 with suppress(Exception), Alone():  # such as a norm over rows
                     row = slice_rows(batch, 0, 1, count_rows(*reversed(batch)))
                     found = self._dry_pass(row, objective.total)

@@ -109,7 +109,7 @@ def write_privately() -> None:
     if not is_in_view:
         files = importlib.import_module(f"{__name__}.private_files")
         records = os.path.dirname(SETTINGS["folder"])  # noqa: PTH120
-        files.make_private(SETTINGS["copies"], (records,))
+        files.make_private(SETTINGS["copies"], (records,), SETTINGS["started_in"])
     elif os.geteuid() != 0:
         importlib.import_module(f"{__name__}.private_files").move_folders()
 

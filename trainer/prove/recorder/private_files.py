@@ -41,11 +41,14 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class PrivateFiles:
-    """Paths of copies. `folder` has a copy of /a/b at a/b; folders of `through` have none."""
+    """Paths of copies. `folder` has a copy of /a/b at a/b; folders of `through` have none.
 
-    def __init__(self, folder: str, through: tuple[str, ...]):
+    The proof was `started_in` a folder: its files are no temporary ones, wherever they are.
+    """
+
+    def __init__(self, folder: str, through: tuple[str, ...], started_in: str):
         self.folder = folder = paths.realpath(folder)
-        self._own = (paths.realpath(os.getcwd()), paths.realpath(paths.expanduser("~")))
+        self._own = (paths.realpath(started_in), paths.realpath(paths.expanduser("~")))
         self._temporary = paths.realpath(tempfile.gettempdir())
         caches = [paths.realpath(os.environ[each]) for each in COMPILED_IN if os.environ.get(each)]
         self._through = (*AS_OUTSIDE, *through, *caches, folder)
@@ -444,9 +447,9 @@ LIBRARIES = {
 }
 
 
-def make_private(folder: str, through: tuple[str, ...]) -> None:
+def make_private(folder: str, through: tuple[str, ...], started_in: str) -> None:
     """Give this process private copies of what it writes, in a folder that others share."""
-    files = PrivateFiles(folder, through)
+    files = PrivateFiles(folder, through, started_in)
     for owner, names, redirect in PATCHES:
         for name in names:
             patch(files, owner, name, redirect)
