@@ -120,7 +120,7 @@ def etag_of(path):
 
 @contextmanager
 def serving_hub(**folders):
-    """Serve folders as repositories of `hub-tests/NAME`, or revisions of them, `NAME@REVISION`.
+    """Serve folders as repositories of `hub/NAME`, or revisions of them, `NAME@REVISION`.
 
     `server.url` is for HF_ENDPOINT.
 
@@ -130,7 +130,7 @@ def serving_hub(**folders):
     server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     server.daemon_threads = True
     server.lock = threading.Lock()
-    server.folders = {f"hub-tests/{name}": folder for name, folder in folders.items()}
+    server.folders = {f"hub/{name}": folder for name, folder in folders.items()}
     server.gated = set()
     server.status = 0
     server.asked = []

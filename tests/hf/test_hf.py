@@ -81,18 +81,18 @@ def check_equal(model, other):
 
 
 def test_a_name_on_the_hub_is_fetched_once_and_loaded_without_a_server(hub, capfd):
-    hf.fetch("hub-tests/llama")
-    assert capfd.readouterr().err == f"downloading hub-tests/llama from {hub.url}\n"
+    hf.fetch("hub/llama")
+    assert capfd.readouterr().err == f"downloading hub/llama from {hub.url}\n"
     num_asked = len(hub.asked)
-    hf.fetch("hub-tests/llama")
-    model = hf.load_model("AutoModelForCausalLM", "hub-tests/llama")
-    assert len(hf.load_tokenizer("hub-tests/llama")) == 40
+    hf.fetch("hub/llama")
+    model = hf.load_model("AutoModelForCausalLM", "hub/llama")
+    assert len(hf.load_tokenizer("hub/llama")) == 40
     assert len(hub.asked) == num_asked
     assert capfd.readouterr() == ("", "")
     check_equal(model, build_llama())
-    assert model.name_or_path == "hub-tests/llama"
-    assert model.config._commit_hash == commit_of("hub-tests/llama")
-    assert hf.find("hub-tests/llama").revision == commit_of("hub-tests/llama")
+    assert model.name_or_path == "hub/llama"
+    assert model.config._commit_hash == commit_of("hub/llama")
+    assert hf.find("hub/llama").revision == commit_of("hub/llama")
 
 
 def test_the_revision_that_is_fetched_is_the_one_that_is_checked(llama, tmp_path, monkeypatch):
@@ -102,11 +102,11 @@ def test_the_revision_that_is_fetched_is_the_one_that_is_checked(llama, tmp_path
     folders = {"new": pickles, "new@v2": llama, "old": llama, "old@v2": pickles}
     with serving_hub(**folders) as server:
         use_hub(server.url, tmp_path / "home", monkeypatch.setattr)
-        hf.fetch("hub-tests/new@v2")
-        hf.fetch("hub-tests/old")
-        for name in ("hub-tests/new", "hub-tests/old@v2"):
+        hf.fetch("hub/new@v2")
+        hf.fetch("hub/old")
+        for name in ("hub/new", "hub/old@v2"):
             assert "pickle" in refusal(hf.fetch, name)
-        assert hf.find("hub-tests/new@v2").revision == commit_of("hub-tests/new@v2")
+        assert hf.find("hub/new@v2").revision == commit_of("hub/new@v2")
         assert not any("pytorch_model" in asked for asked in server.asked)
 
 
@@ -118,7 +118,7 @@ def test_weights_that_a_repository_has_twice_are_fetched_once(copied, tmp_path, 
         shutil.copy(copied / "model.safetensors", copied / name)
     with serving_hub(twice=copied) as server:
         use_hub(server.url, tmp_path / "home", monkeypatch.setattr)
-        hf.fetch("hub-tests/twice")
+        hf.fetch("hub/twice")
         fetched = {each.rpartition("/")[2] for each in server.asked if "safetensors" in each}
     assert fetched == {"model.safetensors"}
     assert not [each for each in server.asked if "original/" in each]
@@ -140,84 +140,80 @@ def test_a_gguf_file_that_was_replaced_is_unpacked_again(tmp_path, monkeypatch):
 
 
 def test_a_revision_is_part_of_a_name(hub):
-    name = f"hub-tests/llama@{commit_of('hub-tests/llama')}"
+    name = f"hub/llama@{commit_of('hub/llama')}"
     hf.fetch(name)
-    assert hf.find(name).revision == commit_of("hub-tests/llama")
-    error = refusal(hf.fetch, "hub-tests/llama@v2")
-    assert error == f"{KEY}=hub-tests/llama@v2: hub-tests/llama has no revision v2"
+    assert hf.find(name).revision == commit_of("hub/llama")
+    error = refusal(hf.fetch, "hub/llama@v2")
+    assert error == f"{KEY}=hub/llama@v2: hub/llama has no revision v2"
 
 
 def test_pickles_and_copies_of_weights_are_not_downloaded(hub, copied):
     for name in ("pytorch_model.bin", "model.fp16.safetensors", "onnx/model.safetensors", "a.py"):
         (copied / name).parent.mkdir(exist_ok=True)
         (copied / name).write_bytes(b"1")
-    hub.folders["hub-tests/more"] = copied
-    hf.fetch("hub-tests/more")
-    names = {path.name for path in hf.find("hub-tests/more").folder.rglob("*") if path.is_file()}
+    hub.folders["hub/more"] = copied
+    hf.fetch("hub/more")
+    names = {path.name for path in hf.find("hub/more").folder.rglob("*") if path.is_file()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not names & {"pytorch_model.bin", "model.fp16.safetensors", "a.py"}
-    assert not (hf.find("hub-tests/more").folder / "onnx").exists()
+    assert not (hf.find("hub/more").folder / "onnx").exists()
 
 
 def test_a_name_that_was_not_fetched_is_refused(hub):
-    error = refusal(hf.find, "hub-tests/llama")
+    error = refusal(hf.find, "hub/llama")
     assert error == (
-        f"{KEY}=hub-tests/llama: is neither a folder nor in the cache of the hub; give a folder, or "
-        "call fetch('hub-tests/llama') of trainer.hf.loading in prepare()"
+        f"{KEY}=hub/llama: is neither a folder nor in the cache of the hub; give a folder, or "
+        "call fetch('hub/llama') of trainer.hf.loading in prepare()"
     )
     assert not hub.asked
 
 
 def test_a_name_with_a_typo_is_refused_with_a_near_one(hub):
-    error = refusal(hf.fetch, "hub-tests/lama")
+    error = refusal(hf.fetch, "hub/lama")
     assert error == (
-        f"{KEY}=hub-tests/lama: is neither a folder nor a model on {hub.url}; did you mean "
-        "hub-tests/llama?; if it is private, `hf auth login`, or set HF_TOKEN"
+        f"{KEY}=hub/lama: is neither a folder nor a model on {hub.url}; did you mean "
+        "hub/llama?; if it is private, `hf auth login`, or set HF_TOKEN"
     )
 
 
 def test_a_gated_repository_is_refused_with_what_to_do(hub):
-    hub.gated.add("hub-tests/llama")
-    error = refusal(hf.fetch, "hub-tests/llama")
+    hub.gated.add("hub/llama")
+    error = refusal(hf.fetch, "hub/llama")
     assert error == (
-        f"{KEY}=hub-tests/llama: is gated: accept its conditions at {hub.url}/hub-tests/llama, then "
+        f"{KEY}=hub/llama: is gated: accept its conditions at {hub.url}/hub/llama, then "
         "`hf auth login`, or set HF_TOKEN"
     )
 
 
 def test_a_server_that_is_away_is_named(hub, tmp_path, monkeypatch):
     hub.status = 503
-    rest = (
-        "try again, or fetch it where there is a network (`hf download hub-tests/llama`) and give"
-    )
-    error = refusal(hf.fetch, "hub-tests/llama")
+    rest = "try again, or fetch it where there is a network (`hf download hub/llama`) and give"
+    error = refusal(hf.fetch, "hub/llama")
     assert error == (
-        f"{KEY}=hub-tests/llama: cannot be fetched from {hub.url} (it answers 503); {rest} the folder"
+        f"{KEY}=hub/llama: cannot be fetched from {hub.url} (it answers 503); {rest} the folder"
     )
     use_hub("http://127.0.0.1:9", tmp_path / "home", monkeypatch.setattr)
-    error = refusal(hf.fetch, "hub-tests/llama")
-    assert error.startswith(
-        f"{KEY}=hub-tests/llama: cannot be fetched from http://127.0.0.1:9 ([Errno"
-    )
+    error = refusal(hf.fetch, "hub/llama")
+    assert error.startswith(f"{KEY}=hub/llama: cannot be fetched from http://127.0.0.1:9 ([Errno")
     assert error.endswith(f"{rest} the folder")
 
 
 def test_hf_hub_offline_is_honoured(hub, tmp_path, monkeypatch):
     use_hub(hub.url, tmp_path / "home", monkeypatch.setattr, is_offline=True)
-    error = refusal(hf.fetch, "hub-tests/llama")
+    error = refusal(hf.fetch, "hub/llama")
     assert error == (
-        f"{KEY}=hub-tests/llama: is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE "
+        f"{KEY}=hub/llama: is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE "
         "forbids to fetch it; give a folder, or run once without HF_HUB_OFFLINE"
     )
     assert not hub.asked
 
 
 def test_a_download_that_broke_off_is_not_taken_for_the_model(hub, monkeypatch):
-    hf.fetch("hub-tests/llama")
-    (hf.find("hub-tests/llama").folder / "model.safetensors").unlink()
-    assert refusal(hf.find, "hub-tests/llama").startswith(f"{KEY}=hub-tests/llama: ")
-    hf.fetch("hub-tests/llama")
-    check_equal(hf.load_model("AutoModelForCausalLM", "hub-tests/llama"), build_llama())
+    hf.fetch("hub/llama")
+    (hf.find("hub/llama").folder / "model.safetensors").unlink()
+    assert refusal(hf.find, "hub/llama").startswith(f"{KEY}=hub/llama: ")
+    hf.fetch("hub/llama")
+    check_equal(hf.load_model("AutoModelForCausalLM", "hub/llama"), build_llama())
 
 
 def test_a_download_without_a_tokenizer_is_completed(hub, llama):
@@ -225,12 +221,12 @@ def test_a_download_without_a_tokenizer_is_completed(hub, llama):
     from huggingface_hub import hf_hub_download
 
     for path in sorted(llama.glob("[!t]*")):
-        hf_hub_download("hub-tests/llama", path.name)
+        hf_hub_download("hub/llama", path.name)
     num_asked = len(hub.asked)
-    hf.fetch("hub-tests/llama", beside=["config.json"])  # as of images, which need none
+    hf.fetch("hub/llama", beside=["config.json"])  # as of images, which need none
     assert len(hub.asked) == num_asked
-    hf.fetch("hub-tests/llama")
-    assert len(hf.load_tokenizer("hub-tests/llama")) == 40
+    hf.fetch("hub/llama")
+    assert len(hf.load_tokenizer("hub/llama")) == 40
 
 
 def test_libraries_are_asked_for_no_server_and_no_code(tmp_path):
@@ -244,21 +240,21 @@ def test_a_repository_of_pickles_or_of_ggufs_is_refused_before_a_download(hub, t
     for name, file in (("old", "pytorch_model.bin"), ("packed", "small.gguf"), ("empty", "x.md")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_bytes(b"1")
-        hub.folders[f"hub-tests/{name}"] = tmp_path / name
-    assert refusal(hf.fetch, "hub-tests/old") == (
-        f"{KEY}=hub-tests/old: has no *.safetensors; pytorch_model.bin is not opened, since a pickle "
+        hub.folders[f"hub/{name}"] = tmp_path / name
+    assert refusal(hf.fetch, "hub/old") == (
+        f"{KEY}=hub/old: has no *.safetensors; pytorch_model.bin is not opened, since a pickle "
         "can run any code; take a model with *.safetensors, or convert it where nothing can be "
         "harmed: load it there and save_pretrained(FOLDER)"
     )
-    assert refusal(hf.fetch, "hub-tests/packed") == (
-        f"{KEY}=hub-tests/packed: has its weights as GGUF files; give one of them, such as "
-        "hub-tests/packed/small.gguf"
+    assert refusal(hf.fetch, "hub/packed") == (
+        f"{KEY}=hub/packed: has its weights as GGUF files; give one of them, such as "
+        "hub/packed/small.gguf"
     )
-    assert refusal(hf.fetch, "hub-tests/packed/smal.gguf") == (
-        f"{KEY}=hub-tests/packed/smal.gguf: hub-tests/packed has no smal.gguf; did you mean small.gguf?"
+    assert refusal(hf.fetch, "hub/packed/smal.gguf") == (
+        f"{KEY}=hub/packed/smal.gguf: hub/packed has no smal.gguf; did you mean small.gguf?"
     )
-    assert refusal(hf.fetch, "hub-tests/empty") == (
-        f"{KEY}=hub-tests/empty: has no weights: must hold *.safetensors, as save_pretrained of "
+    assert refusal(hf.fetch, "hub/empty") == (
+        f"{KEY}=hub/empty: has no weights: must hold *.safetensors, as save_pretrained of "
         "transformers writes them"
     )
     assert not [line for line in hub.asked if "/resolve/" in line]
@@ -358,9 +354,9 @@ def test_broken_weights_are_one_line(copied):
 
 
 def test_an_adapter_is_no_model(copied):
-    content = {"peft_type": "LORA", "base_model_name_or_path": "hub-tests/llama"}
+    content = {"peft_type": "LORA", "base_model_name_or_path": "hub/llama"}
     (copied / "adapter_config.json").write_text(json.dumps(content))
-    must = "is an adapter of peft, not a model; give its base, hub-tests/llama"
+    must = "is an adapter of peft, not a model; give its base, hub/llama"
     assert refusal(hf.find, str(copied)) == f"{KEY}={copied}: {must}"
 
 
@@ -595,14 +591,14 @@ def test_two_ranks_start_from_a_name_on_the_hub(words, hub, command, tmp_path):
     done = command(
         *LORA,
         *words.split(),
-        "task.options.model=hub-tests/llama",
+        "task.options.model=hub/llama",
         ranks=2,
         before=lambda: use_hub(hub.url, home, setattr),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     asked = [line for line in hub.asked if line.endswith("/model.safetensors")]
     assert len(asked) == 2  # HEAD and GET, of one rank
-    assert done.stderr.count("new weights, not in hub-tests/llama: score.weight") == 1
+    assert done.stderr.count("new weights, not in hub/llama: score.weight") == 1
 
 
 @pytest.mark.parametrize("rank", ["0", "-4"])

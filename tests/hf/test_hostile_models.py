@@ -367,9 +367,9 @@ def break_off(monkeypatch, hub, tmp_path, missing):
     """Fetch a model file by file, as transformers does, but for one part of its weights."""
     from huggingface_hub import hf_hub_download
 
-    for path in sorted(hub.folders["hub-tests/llama"].iterdir()):
+    for path in sorted(hub.folders["hub/llama"].iterdir()):
         if path.name != missing:
-            hf_hub_download("hub-tests/llama", path.name)
+            hf_hub_download("hub/llama", path.name)
 
 
 def test_a_half_downloaded_model_is_completed_by_its_index(hub, llama, monkeypatch, tmp_path):
@@ -377,21 +377,19 @@ def test_a_half_downloaded_model_is_completed_by_its_index(hub, llama, monkeypat
     parts = sorted(path.name for path in llama.glob("*.safetensors"))
     assert len(parts) > 2
     break_off(monkeypatch, hub, tmp_path, parts[1])
-    assert f"has no {parts[1]}, which" in refusal(hf.find, "hub-tests/llama")
+    assert f"has no {parts[1]}, which" in refusal(hf.find, "hub/llama")
     use_hub(hub.url, tmp_path / "home", monkeypatch.setattr, is_offline=True)
-    text = refusal(hf.fetch, "hub-tests/llama")
-    assert text.startswith(
-        f"{KEY}=hub-tests/llama: is in the cache of the hub without {parts[1]} ("
-    )
+    text = refusal(hf.fetch, "hub/llama")
+    assert text.startswith(f"{KEY}=hub/llama: is in the cache of the hub without {parts[1]} (")
     assert str(tmp_path / "home") in text and "HF_HUB_OFFLINE forbids to fetch it" in text
     use_hub(hub.url, tmp_path / "home", monkeypatch.setattr)
     hub.status = 503
-    text = refusal(hf.fetch, "hub-tests/llama")
+    text = refusal(hf.fetch, "hub/llama")
     assert f"without {parts[1]} ({tmp_path}" in text and "(it answers 503); try again" in text
     hub.status = 0
-    hf.fetch("hub-tests/llama")
-    weight = hf.load_model(CAUSAL, "hub-tests/llama").lm_head.weight
+    hf.fetch("hub/llama")
+    weight = hf.load_model(CAUSAL, "hub/llama").lm_head.weight
     assert torch.equal(weight, build_llama().lm_head.weight)
     num_asked = len(hub.asked)
-    hf.fetch("hub-tests/llama")
+    hf.fetch("hub/llama")
     assert len(hub.asked) == num_asked

@@ -607,7 +607,7 @@ def test_the_readmes_command_fetches_a_model_and_leaves_a_folder_for_peft(tmp_pa
     """Its words as they stand, but for the model, which is a small one on a hub of the test."""
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (line,) = [line for line in readme.splitlines() if "checkpoint.export=hf" in line]
-    words = shlex.split(line.replace("Qwen/Qwen3-0.6B", "hub-tests/llama"))
+    words = shlex.split(line.replace("Qwen/Qwen3-0.6B", "hub/llama"))
     assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "trainer"]
     sizes = SimpleNamespace(width=16, heads=2, layers=1, context=64)
     tokenizer = build_tokenizer()
@@ -622,9 +622,9 @@ def test_the_readmes_command_fetches_a_model_and_leaves_a_folder_for_peft(tmp_pa
         process = launch(tmp_path, *words[4:], *few, launcher=TORCHRUN, **place)
         code, out, err = ended(process, 300)
     assert code == 0, err
-    assert err == f"downloading hub-tests/llama from {hub.url}\n"
+    assert err == f"downloading hub/llama from {hub.url}\n"
     assert "tokens of a row are learned, the stop token <|im_end|> too" in out
-    last = "adapter of hub-tests/llama and tokenizer in runs/lm/r/export ("
+    last = "adapter of hub/llama and tokenizer in runs/lm/r/export ("
     assert last in out and "): peft loads it with equal logits\n" in out
 
 

@@ -51,6 +51,7 @@ CASES = {
     "make_schema.py": Smoke("--check"),
     "make_settings.py": Smoke("--check"),
     "mutants": Smoke("--default --only objective-short-rows"),
+    "make_tour.py": Smoke("--check"),
     "naive_ddp.py": Smoke("--help"),  # figure_one_run.py starts it
     "run_core_tests.py": Smoke("--collect-only -q tests/core/data/test_order.py"),
     "run_tests.py": Smoke("--collect-only -q tests/startup_checks/test_late.py"),
