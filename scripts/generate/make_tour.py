@@ -1,4 +1,4 @@
-"""Write the line numbers of docs/tour.md: a link `[name](../file.py#L1)` leads to what `name` defines.
+"""Write the line numbers of docs/tour.md: `[name](../file.py#L1)` leads to what `name` defines.
 
     python scripts/generate/make_tour.py [--check]
 
