@@ -240,8 +240,8 @@ BUCKET = [
     ),
     _copies(
         "sweep-own",
-        "is_over = place.name.startswith(own) and _is_free(place / HELD)",
-        "is_over = place.name.startswith(own)",
+        "is_over = folder.name.startswith(own) and _is_free(folder / HELD)",
+        "is_over = folder.name.startswith(own)",
         "a second start removes the copy of the first one",
     ),
 ]

@@ -482,8 +482,8 @@ RECORDER = [
     ),
     _recording(
         "another-loss",
-        "if known is None or known[0] != loss or self._losses.compiles:",
-        "if known is None or self._losses.compiles:",
+        "if watched_pair is None or watched_pair[0] != loss or self._losses.compiles:",
+        "if watched_pair is None or self._losses.compiles:",
         "the loss of the first step is used for ever",
     ),
     _values(
@@ -594,9 +594,9 @@ STEP = [
     ),
     _engine(
         "every-second",
-        "        self.optimizers.rates.set(number)\n",
-        "        for _ in range(1 + 20 * (number % 2)):\n"
-        "            self.optimizers.rates.set(number)\n",
+        "        self.optimizers.rates.set(step)\n",
+        "        for _ in range(1 + 20 * (step % 2)):\n"
+        "            self.optimizers.rates.set(step)\n",
         "every second step is slower",
         "core/engine/test_step.py",
     ),
@@ -681,7 +681,7 @@ STEP = [
     ),
     _state(
         "base-values",
-        "        if here != [dtype, shape, number]:",
+        "        if here != [dtype, shape, saved_digest]:",
         "        if here[:2] != [dtype, shape]:",
         "a resume with another base goes on silently",
     ),
@@ -728,8 +728,8 @@ EVALUATION = [
     ),
     _evaluation(
         "names",
-        "        if names != known:",
-        "        if not names >= known:",
+        "        if names != earlier_names:",
+        "        if not names >= earlier_names:",
         "a metric of some batches only is a mean over these",
     ),
     _schedule(
@@ -921,8 +921,8 @@ DATA = [
     ),
     _order(
         "larger-first",
-        "first = start + number * size + min(number, larger)",
-        "first = start + number * size + max(0, number - parts + larger)",
+        "first = start + part * size + min(part, larger)",
+        "first = start + part * size + max(0, part - parts + larger)",
         "ranks of an uneven batch overlap",
     ),
     _ledger(
@@ -978,8 +978,8 @@ _made = in_area("rng", "trainer/core/setup/build.py", _D)
 RNG = [
     _keyed(
         "step",
-        "seed_layers(self._seed, step, key if self.is_entered else number, self._device)",
-        "seed_layers(self._seed, 0, key if self.is_entered else number, self._device)",
+        "seed_layers(self._seed, step, key if self.is_entered else micro_batch_index,",
+        "seed_layers(self._seed, 0, key if self.is_entered else micro_batch_index,",
         "dropout has the same masks in each step",
     ),
     _keyed(
@@ -997,14 +997,14 @@ RNG = [
     ),
     _philox(
         "split",
-        "number = key_of(self._seed, self._split, name)",
-        "number = key_of(self._seed, name)",
+        "key_bits = key_of(self._seed, self._split, name)",
+        "key_bits = key_of(self._seed, name)",
         "an evaluation draws the numbers of training",
     ),
     _philox(
         "name",
-        "number = key_of(self._seed, self._split, name)",
-        "number = key_of(self._seed, self._split)",
+        "key_bits = key_of(self._seed, self._split, name)",
+        "key_bits = key_of(self._seed, self._split)",
         "two draws of augment are the same",
     ),
     _philox(
@@ -1114,7 +1114,7 @@ SETUP = [
     ),
     _early(
         "own-names",
-        "            if isinstance(given, property):\n",
+        "            if isinstance(attribute, property):\n",
         "            if False:\n",
         "a task that defines `model` replaces the trainer's",
         "core/setup/test_wrong_hooks.py",
@@ -1184,7 +1184,7 @@ SETUP = [
     ),
     _session(
         "kept-precision",
-        'kept["strategy.precision"] or choose_precision(not without)',
+        'inherited["strategy.precision"] or choose_precision(not without)',
         "choose_precision(not without)",
         "a resume on another machine changes the precision of the run",
         "core/loop/test_stops.py",

@@ -798,7 +798,7 @@ def test_tokens_are_made_again_for_whatever_makes_them(monkeypatch):
             patch.setattr(getattr(template, library), "__version__", "0")
             found[library] = template.make_recipe(usual, 64, "assistant", "chat")
     with monkeypatch.context() as patch:
-        patch.setattr(template, "FORMAT", 0)
+        patch.setattr(template, "TOKENS_FORMAT", 0)
         found["format"] = template.make_recipe(usual, 64, "assistant", "chat")
     assert len({*found.values()}) == len(found), found
     assert template.make_recipe(usual, 64, "assistant", "chat") == found["same"]

@@ -195,7 +195,7 @@ def test_a_search_that_has_no_end_is_one_line(tmp_path, monkeypatch):
         "looking for its files takes more than 0 s at its start; "
         "remove what is there, or give a narrower glob"
     )
-    monkeypatch.setattr(rows, "MOST_NAMES", 1000)
+    monkeypatch.setattr(rows, "MOST_FOUND", 1000)
     text = refusal_of(tmp_path / "deep/**/x*.jsonl")
     assert text == "has more than 1,000 names; give a folder or a glob of fewer"
 
@@ -216,7 +216,7 @@ def test_rows_of_any_number_that_cannot_be_used_end_soon(tmp_path, monkeypatch):
 
 
 def test_what_unpacks_to_many_times_its_size_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "FREE_BYTES", 2**18)
+    monkeypatch.setattr(rows, "FREE_UNPACKED_BYTES", 2**18)
     for name, line in (("blank", b"\n"), ("long", b"x" * 2**18), ("rows", b'{"text": "a"}\n')):
         path = tmp_path / f"{name}.jsonl.gz"
         path.write_bytes(gzip.compress(line * (2**22 // len(line))))

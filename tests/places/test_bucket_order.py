@@ -39,7 +39,12 @@ def save(root, step, fill=b"x"):
         (path / name).write_bytes(data)
         files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     metrics = {"eval/loss": SCORES[step]}
-    facts = {"format": transaction.FORMAT, "step": step, "files": files, "metrics": metrics}
+    facts = {
+        "format": transaction.CHECKPOINT_FORMAT,
+        "step": step,
+        "files": files,
+        "metrics": metrics,
+    }
     text = {**facts, "sha256": transaction.digest(facts)}
     (path / "manifest.json").write_text(json.dumps(text))
     return path

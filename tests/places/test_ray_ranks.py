@@ -144,7 +144,7 @@ def test_line_says_that_ray_has_ended_the_driver(how, is_reported):
     words = [sys.executable, "-c", ENDS.format(how=how)]
     environment = environment_of_a_command()
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.stderr == ray_ranks.ENDED) is is_reported, done
+    assert (done.stderr == ray_ranks.ENDED_BY_RAY) is is_reported, done
     assert is_reported or not done.stderr
     assert (done.stdout == "after\n") is (how == "pass")
 
@@ -236,7 +236,7 @@ class Scripted:
 
 def test_the_rank_that_was_killed_is_named_and_not_those_that_were_ended_for_it():
     attempt = ray_ranks.Attempt(SimpleNamespace(ray=None), [], {}, 1.0)
-    attempt.codes = {2: 0, 0: 1, 1: -9, 3: ray_ranks.LOST}
+    attempt.codes = {2: 0, 0: 1, 1: -9, 3: ray_ranks.LOST_CODE}
     attempt._ended_late = {3}
     assert attempt.describe_failure() == "rank 1 was lost"
     attempt.codes[1] = 1

@@ -196,7 +196,7 @@ def test_copy_of_a_killed_command_in_the_temporary_folder_is_removed_by_the_next
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"{copies.COPY}{copies.socket.gethostname()}-x"
+    own = tmp_path / f"{copies.COPY_PREFIX}{copies.socket.gethostname()}-x"
     own.mkdir()
     (own / copies.HELD).touch()
     (tmp_path / ".copy-of-a-user").mkdir()

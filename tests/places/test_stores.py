@@ -294,7 +294,7 @@ def test_server_that_is_no_store_is_one_line(answer, monkeypatch):
 def test_copies_of_others_in_the_temporary_folder_are_left_alone(kind, tmp_path, monkeypatch):
     """A pipe there stopped all verbs on buckets, of all users."""
     shared = tmp_path / "shared"
-    own = shared / f"{copies.COPY}{copies.socket.gethostname()}-x"
+    own = shared / f"{copies.COPY_PREFIX}{copies.socket.gethostname()}-x"
     own.mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
     if kind == "pipe":

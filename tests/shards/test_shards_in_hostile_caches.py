@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(download, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(download, "MOST_DELAY_S", 0.02)
-    monkeypatch.setattr(sources, "ANNOUNCE_S", 0.2)
+    monkeypatch.setattr(sources, "ANNOUNCED_WAIT_S", 0.2)
     monkeypatch.setattr(sources, "_announced", set())
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
 

@@ -118,7 +118,7 @@ def test_a_bucket_that_is_missing_is_not_made(shards, s3):
 def test_a_server_that_stops_in_the_middle_ends_the_run_in_one_line(
     workers, command, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(download, "TRIES", 2)  # each takes s3fs 8 s
+    monkeypatch.setattr(download, "DOWNLOAD_TRIES", 2)  # each takes s3fs 8 s
     with serving_s3(tmp_path) as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)

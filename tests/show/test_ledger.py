@@ -159,7 +159,7 @@ def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
 def test_repeats_of_examples_are_counted_without_a_counter_for_each(block, monkeypatch):
     """Example 5 is replaced wherever it occurs; splitting epochs and data into blocks changes
     nothing."""
-    monkeypatch.setattr(audit_module, "BLOCK", block)
+    monkeypatch.setattr(audit_module, "EXAMPLES_PER_BLOCK", block)
     replaced = {f"{epoch}/5": 6 for epoch in range(4)}
     for size, *rest in ((203, 3, 22, 27), (203, 0, 22, 30), (100, 1, 10, 7)):
         run = (Shuffle(size), *rest)
@@ -172,7 +172,7 @@ def test_repeats_of_examples_are_counted_without_a_counter_for_each(block, monke
 
 def test_chain_does_not_depend_on_the_block(monkeypatch):
     whole = [chain for _, chain, _ in expected(Shuffle(203), 3, 22, 27)]
-    monkeypatch.setattr(audit_module, "BLOCK", 50)
+    monkeypatch.setattr(audit_module, "EXAMPLES_PER_BLOCK", 50)
     assert [chain for _, chain, _ in expected(Shuffle(203), 3, 22, 27)] == whole
 
 

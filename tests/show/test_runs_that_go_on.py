@@ -81,7 +81,7 @@ def test_checkpoints_that_are_removed_while_they_are_read_are_listed_again(comma
 def test_checkpoints_that_are_always_removed_are_one_line(tmp_path, monkeypatch):
     """The list is asked for three times."""
     listed = [[tmp_path / f"step-{number:08d}"] for number in range(4)]
-    monkeypatch.setattr(reading, "TRIES", 3)
+    monkeypatch.setattr(reading, "LISTING_TRIES", 3)
     group: Any = Group(SimpleNamespace(rank=0, world_size=1), None)
     why = "no checkpoint is valid; all were removed before they were read; try again"
     with pytest.raises(CheckpointError, match=rf"{tmp_path}: {why}"):

@@ -19,9 +19,9 @@ from torch import nn
 from trainer import ConfigError
 from trainer.core.state import keep_attributes
 from trainer.core.strategy.modules import dry_run
-from trainer.core.strategy.modules.dry_run import NOISE, perturb
+from trainer.core.strategy.modules.dry_run import WEIGHT_NOISE, perturb
 from trainer.startup_checks import passes, row_independence
-from trainer.startup_checks.mismatch import ALONE
+from trainer.startup_checks.mismatch import ADVICE_ON_MIXED_ROWS
 
 NOTE = " this run would differ: "
 OTHERS = "its output for an example depends on the other examples"
@@ -275,7 +275,8 @@ LIKE_WRONG = ["ModelOfDropConnect", "CoinInTrainStep", "ModelOfRareCoin", "Targe
 def test_what_differs_in_this_layout_ends_the_run(layout, words, tmp_path, capfd):
     (line,) = said_at_start(wrong_tasks.ModelOfTheBatch, tmp_path, capfd, *words, ranks=layout)
     mixed = MIXED.format("1 (Centred)")
-    assert line == f"run.prove=true: {mixed}; {ALONE}; set run.prove=warn to go on all the same"
+    advice = f"{ADVICE_ON_MIXED_ROWS}; set run.prove=warn to go on all the same"
+    assert line == f"run.prove=true: {mixed}; {advice}"
 
 
 def test_what_only_ranks_would_differ_in_is_a_note_with_micro_batches(tmp_path, capfd):
@@ -712,6 +713,9 @@ def test_each_weight_is_perturbed_a_little_and_in_any_order(dtype):
         assert changed[7].all() and changed.float().mean() > 0.9
         sizes = weights.where(weights != 0, weights.double().mean().to(dtype))
         shares = ((each - weights).abs() / sizes).double()
-        assert shares.max() <= 5 * NOISE and 0.7 * NOISE < shares.mean() < 0.9 * NOISE
+        assert (
+            shares.max() <= 5 * WEIGHT_NOISE
+            and 0.7 * WEIGHT_NOISE < shares.mean() < 0.9 * WEIGHT_NOISE
+        )
     assert not torch.equal(rows[0] / weights[0], rows[1] / weights[1])
     torch.testing.assert_close(rows, columns)

@@ -360,7 +360,7 @@ ANSWERS = {
 def squeue(tmp_path, monkeypatch):
     """Return a function that gives the commands of squeue; its words are in the file `words`."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(jobs, "ANSWER_S", 5.0)
+    monkeypatch.setattr(jobs, "QUEUE_ANSWER_S", 5.0)
 
     def answer(commands):
         log = tmp_path / "words"
@@ -378,7 +378,7 @@ def test_a_job_counts_as_over_only_if_squeue_says_so(name, squeue, monkeypatch):
     log = squeue(commands)
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")  # else a waiting job would be submitted again
     if name == "no answer":
-        monkeypatch.setattr(jobs, "ANSWER_S", 0.3)
+        monkeypatch.setattr(jobs, "QUEUE_ANSWER_S", 0.3)
     if known is None:
         with pytest.raises(RunError, match=r"^squeue did not say .*: .+; nothing was submitted; "):
             jobs.find_known("slurm", ["7", "8"])

@@ -244,7 +244,7 @@ def test_a_second_ctrl_c_ends_the_run_but_not_that_of_torchrun(launcher, monkeyp
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launcher == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(signals, "GRACE_S", -1.0)  # a busy machine: each comes late
+    monkeypatch.setattr(signals, "REPEAT_GRACE_S", -1.0)  # a busy machine: each comes late
     monkeypatch.setattr(os, "_exit", sys.exit)
     request = signals.StopRequest()
     for _ in range(2 if launcher == "torchrun" else 1):

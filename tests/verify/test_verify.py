@@ -478,7 +478,7 @@ def test_other_bits_are_named(prove):
 def test_how_long_it_takes_is_told_after_two_steps_and_then_each_step_reached(
     tmp_path, capfd, monkeypatch
 ):
-    monkeypatch.setattr(recorded_run, "POLL_S", 0.005)
+    monkeypatch.setattr(recorded_run, "PROGRESS_POLL_S", 0.005)
     monkeypatch.setattr(recorded_run, "EVERY_S", 0.05)
     monkeypatch.setattr(recorded_run, "LONG_S", 1.0)
     with recorded_run.followed(tmp_path, 4, 2, 100.0):
@@ -495,7 +495,7 @@ def test_how_long_it_takes_is_told_after_two_steps_and_then_each_step_reached(
 
 
 def test_a_layout_that_has_not_begun_is_told_too(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(recorded_run, "POLL_S", 0.005)
+    monkeypatch.setattr(recorded_run, "PROGRESS_POLL_S", 0.005)
     monkeypatch.setattr(recorded_run, "EVERY_S", 0.02)
     with recorded_run.followed(tmp_path, 4, 1, 0.0):
         time.sleep(0.1)

@@ -66,10 +66,10 @@ TASK = ("task", "task.trainer", "run.resume")  # settings that name one
 
 
 def main(arguments: Sequence[str]) -> int:
-    from trainer.check.plan import WORDS, answer_plan
+    from trainer.check.plan import PLAN_WORDS, answer_plan
 
     words, config_dirs = split_arguments(arguments)
-    own, overrides = take_words(words, (*WORDS, URL), config_dirs)
+    own, overrides = take_words(words, (*PLAN_WORDS, URL), config_dirs)
     url = own.pop(URL, "")
     if own:
         check_alone("the plan", "it is of all ranks, in one process; run it with python")
@@ -140,8 +140,8 @@ def _folder(variables: Mapping[str, str]) -> Path:
     """Return a folder that all ranks name alike, and no other start does."""
     if not starter():
         return Path(tempfile.mkdtemp(prefix="lockstep-check-"))
-    place = ":".join(variables.get(name, "") for name in MASTER)
-    return Path(tempfile.gettempdir(), f"lockstep-check-{zlib.crc32(place.encode()):08x}")
+    address = ":".join(variables.get(name, "") for name in MASTER)
+    return Path(tempfile.gettempdir(), f"lockstep-check-{zlib.crc32(address.encode()):08x}")
 
 
 def _describe(_: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.check.rank_checks import (
-    ADVICE,
+    ADVICE_BY_CHECK,
     Check,
     check_ray,
     find_existing,
@@ -47,7 +47,7 @@ from trainer.core.task import Task
 from trainer.places import mpi
 from trainer.places.ray_cluster import range_of
 
-SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}
+MESSAGE_SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}
 REPEATS = 5
 # Limits for a warning.
 SLOW_MB_S = 100
@@ -59,11 +59,11 @@ def compare(group: Group, name: str, facts: Mapping[str, Any]) -> Check:
     try:
         group.check_equal(facts)
     except ConfigError as error:
-        return Check(name, "fail", str(error).split(": must be the same")[0], ADVICE[name])
-    found = ", ".join(f"{key} {value}" for key, value in facts.items())
+        return Check(name, "fail", str(error).split(": must be the same")[0], ADVICE_BY_CHECK[name])
+    finding = ", ".join(f"{key} {value}" for key, value in facts.items())
     if name == "settings":
-        found = f"{len(facts)} settings, the same on every rank"
-    return Check(name, "ok", found)
+        finding = f"{len(facts)} settings, the same on every rank"
+    return Check(name, "ok", finding)
 
 
 def check_clocks(group: Group) -> Check:
@@ -79,10 +79,10 @@ def check_clocks(group: Group) -> Check:
     within_ms = (time.monotonic() - began) * 1e3
     worst = max(range(len(times)), key=lambda rank: abs(times[rank] - times[0]))
     offset = times[worst] - times[0]
-    found = f"largest offset from rank 0: {offset * 1e3:+,.1f} ms, on rank {worst}"
-    found += f", measured to {within_ms:.1f} ms"
+    finding = f"largest offset from rank 0: {offset * 1e3:+,.1f} ms, on rank {worst}"
+    finding += f", measured to {within_ms:.1f} ms"
     advice = "run chrony or ntpd: TensorBoard and timestamps use these clocks"
-    return judge("clocks", abs(offset) <= SKEW_S, found, advice)
+    return judge("clocks", abs(offset) <= SKEW_S, finding, advice)
 
 
 def all_reduce(world: World, num_bytes: int, device: torch.device) -> dict[str, float]:
@@ -120,16 +120,16 @@ def judge_sums(name: str, num_bytes: int, measured: Sequence[Mapping[str, float]
     size = len(measured)
     seconds = measured[0]["seconds"]
     if wrong := [rank for rank, one in enumerate(measured) if one["wrong"]]:
-        number = sum(one["wrong"] for one in measured)
-        found = f"{number:,} sums are wrong, on {list_ranks(wrong)}"
+        num_wrong_sums = sum(one["wrong"] for one in measured)
+        finding = f"{num_wrong_sums:,} sums are wrong, on {list_ranks(wrong)}"
         advice = "do not train here; try dist.backend=gloo, and other hosts"
-        return Check(check, "fail", found, advice)
+        return Check(check, "fail", finding, advice)
     speed = num_bytes * 2 * (size - 1) / size / seconds / 1e6
-    found = f"exact in int64 and float64; {seconds * 1e3:,.2f} ms"
+    finding = f"exact in int64 and float64; {seconds * 1e3:,.2f} ms"
     if size > 1:
-        found += f", {speed:,.1f} MB/s bus bandwidth on rank 0"
-    is_slow = 0 < speed < SLOW_MB_S and num_bytes == max(SIZES.values())
-    return judge(check, not is_slow, found, ADVICE["process"])
+        finding += f", {speed:,.1f} MB/s bus bandwidth on rank 0"
+    is_slow = 0 < speed < SLOW_MB_S and num_bytes == max(MESSAGE_SIZES.values())
+    return judge(check, not is_slow, finding, ADVICE_BY_CHECK["process"])
 
 
 def list_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
@@ -137,16 +137,16 @@ def list_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
     checks = []
     rows = startup.rank_rows([f"{rank['who']}\t{rank['launcher']}" for rank in ranks])
     for name, *facts in rows:
-        found = ""
+        description = ""
         if any(facts):
             text = "local_rank {}, node {}, host {}, process {}, {}, by {}"
-            found = text.format(*facts)
-        checks.append(Check(f"rank {name}", "ok", found))
-    places: dict[Check, list[int]] = {}
-    for number, rank in enumerate(ranks):
+            description = text.format(*facts)
+        checks.append(Check(f"rank {name}", "ok", description))
+    ranks_by_check: dict[Check, list[int]] = {}
+    for rank_number, rank in enumerate(ranks):
         for check in rank["checks"]:
-            places.setdefault(Check(**check), []).append(number)
-    for check, where in sorted(places.items(), key=lambda pair: pair[0].check):
+            ranks_by_check.setdefault(Check(**check), []).append(rank_number)
+    for check, where in sorted(ranks_by_check.items(), key=lambda pair: pair[0].check):
         if len(where) < len(ranks) and check.check != "disk":
             check = replace(check, found=f"{list_ranks(where)}: {check.found}")
         checks.append(check)
@@ -171,14 +171,14 @@ def _check_host(ranks: Sequence[Mapping[str, Any]]) -> Check:
     cores = len({core for rank in ranks for core in rank["cores"]})
     threads = sum(rank["threads"] for rank in ranks)
     quota = min([cores, *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
-    found = f"{counted(len(ranks), 'rank')} with {counted(threads, 'thread')}"
-    found += f" on {counted(cores, 'core')}"
+    finding = f"{counted(len(ranks), 'rank')} with {counted(threads, 'thread')}"
+    finding += f" on {counted(cores, 'core')}"
     if quota < cores:
-        found += f", of which a cgroup allows {quota:g}"
+        finding += f", of which a cgroup allows {quota:g}"
     advice = f"start at most {max(1, int(quota))} ranks per host"
     if threads > len(ranks):
         advice += ", or set OMP_NUM_THREADS=1"
-    return judge("threads", threads <= quota, found, advice)
+    return judge("threads", threads <= quota, finding, advice)
 
 
 # Seconds after dist.timeout_s: when a hanging stage is given up, and when ranks above 0 exit.
@@ -217,9 +217,9 @@ class Examination(threading.Thread):
 
     def run(self) -> None:
         try:
-            place = self._check_cluster()
+            cluster_checks = self._check_cluster()
             facts = gather_facts(self.task, self.url)
-            facts["checks"] += place
+            facts["checks"] += cluster_checks
             self.checks = list_checks([facts])
             group = self._meet(facts)
             self._begin("backends")
@@ -233,9 +233,9 @@ class Examination(threading.Thread):
         if self.config.launch.name != "ray":
             return []
         self._begin("ray")
-        place = check_ray(self.config.launch, self.config.dist.timeout_s)
+        check = check_ray(self.config.launch, self.config.dist.timeout_s)
         self._begin("start")
-        return [asdict(place)]
+        return [asdict(check)]
 
     def _meet(self, facts: dict[str, Any]) -> Group:
         """Rendezvous, compare facts, and make the checks that need the store only."""
@@ -249,14 +249,14 @@ class Examination(threading.Thread):
         self.checks = list_checks(group.gather(facts))
         may_share = accelerator.is_used(world.device) and block.backend == "auto"
         if may_share and (shared := find_sharing(group)):
-            found = f"{name_ranks(shared)} share GPUs, so dist.backend=auto is gloo"
+            finding = f"{name_ranks(shared)} share GPUs, so dist.backend=auto is gloo"
             advice = f"start one rank for each of the {accelerator.count()} GPUs"
-            self.checks.append(Check("devices", "warn", found, advice))
+            self.checks.append(Check("devices", "warn", finding, advice))
         self.checks += [compare(group, n, facts[n]) for n in ("versions", "code", "settings")]
         if world.world_size > 1:
-            place = block.address or block.path or ":".join(map(str, world.launcher.master))
-            found = f"{world.world_size} ranks connected at {place} in {seconds:.2f} s"
-            self.checks.append(Check("rendezvous", "ok", f"{found}, by dist.init={block.init}"))
+            address = block.address or block.path or ":".join(map(str, world.launcher.master))
+            finding = f"{world.world_size} ranks connected at {address} in {seconds:.2f} s"
+            self.checks.append(Check("rendezvous", "ok", f"{finding}, by dist.init={block.init}"))
             self._begin("clocks")
             self.checks.append(check_clocks(group))
             self._begin("run.dir")
@@ -270,10 +270,10 @@ class Examination(threading.Thread):
         with process_group(self.config.dist, world) as group:
             is_carried = dist.is_initialized() and accelerator.carries(dist.get_backend())
             device = world.device if is_carried else torch.device("cpu")
-            for name, num_bytes in SIZES.items():
+            for name, num_bytes in MESSAGE_SIZES.items():
                 self._begin(f"all-reduce {name}")
-                found = group.gather(all_reduce(world, num_bytes, device))
-                self.checks.append(judge_sums(name, num_bytes, found))
+                measurements = group.gather(all_reduce(world, num_bytes, device))
+                self.checks.append(judge_sums(name, num_bytes, measurements))
             self._begin("end")
             code = report(self.checks, self.is_part) if world.rank == 0 else 0
             self.code = group.tell_all(code)
@@ -285,8 +285,8 @@ class Examination(threading.Thread):
         """
         if self.world.rank == 0:
             with suppress(OSError):  # the disk check of rank 0 has reported it
-                place = find_existing(self.config)
-                descriptor, self.mark = tempfile.mkstemp(prefix=".doctor-", dir=place)
+                folder = find_existing(self.config)
+                descriptor, self.mark = tempfile.mkstemp(prefix=".doctor-", dir=folder)
                 os.close(descriptor)
         mark = group.tell_all(self.mark)
         if not mark:
@@ -294,17 +294,19 @@ class Examination(threading.Thread):
         seen = group.gather(os.access(mark, os.F_OK))
         blind = [rank for rank, is_seen in enumerate(seen) if not is_seen]
         who = f"all but {list_ranks(blind)}" if blind else "every rank"
-        found = f"a file that rank 0 writes is visible to {who}"
+        finding = f"a file that rank 0 writes is visible to {who}"
         advice = "a resume on another node would find no checkpoint: "
         advice += "choose a file system that all nodes share"
-        return [judge("run.dir", not blind, found, advice)]
+        return [judge("run.dir", not blind, finding, advice)]
 
     def give_up(self) -> None:
         """Print the results so far: on rank 0 the table, on every rank the stage that failed."""
         limit_s = self.config.dist.timeout_s
         world = self.world
         error = self.error or f"no answer within dist.timeout_s={limit_s:g}"
-        self.checks.append(Check(self.stage, "fail", error, ADVICE.get(self.stage.split()[0], "")))
+        self.checks.append(
+            Check(self.stage, "fail", error, ADVICE_BY_CHECK.get(self.stage.split()[0], ""))
+        )
         # ranks started by hand have their own terminals
         has_terminal = world.local_rank == 0 or world.launcher.name == "hand"
         if world.rank == 0 or has_terminal:
@@ -318,7 +320,7 @@ class Examination(threading.Thread):
             time.sleep(max(0.0, min(WAIT_S, left_s)))
 
 
-_DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
+_DEFAULT_OVERRIDES = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 
 def examine_ranks(
@@ -332,7 +334,7 @@ def examine_ranks(
     block = task.config.dist
     path = Path(block.path or "").absolute()
     is_ours = block.init == "file" and not any(
-        place.name.startswith(path.name) for place in path.parent.iterdir()
+        entry.name.startswith(path.name) for entry in path.parent.iterdir()
     )
     examination = Examination(task, url, is_part)
     before = signal.signal(signal.SIGTERM, examination.end)
@@ -357,8 +359,8 @@ def load(overrides: Sequence[str], config_dirs: Sequence[str]) -> Task:
 
     Raises ConfigError for errors that a run would report before it opens a socket.
     """
-    given = {word.lstrip("+").split("=", 1)[0] for word in overrides}
-    defaults = [word for key, word in _DEFAULTS.items() if key not in given]
+    overridden_keys = {word.lstrip("+").split("=", 1)[0] for word in overrides}
+    defaults = [word for key, word in _DEFAULT_OVERRIDES.items() if key not in overridden_keys]
     config = load_config([*defaults, *overrides], config_dirs)
     if config.launch.name not in ("inline", "ray"):
         advice = "check starts no ranks; run torchrun ... -m trainer.check"

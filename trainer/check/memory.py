@@ -68,29 +68,29 @@ def _part(trial: PlanTrial, parameter: nn.Parameter) -> nn.Parameter:
     num_parts = trial.mesh.num_parts("shard", "context")
     rows = -(-parameter.shape[0] // num_parts)  # the first of torch.chunk
     with trial.mode:
-        made = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype)
-        return nn.Parameter(made, parameter.requires_grad)
+        part = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype)
+        return nn.Parameter(part, parameter.requires_grad)
 
 
 def _list_units(model: FakeModel, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
     """Return the parameters of each unit of FSDP, and how many of the units are blocks."""
-    own = {model.spec.blocks[number] for number in model.partition.blocks_of[stage]}
+    own = {model.spec.blocks[block_number] for block_number in model.partition.blocks_of[stage]}
     blocks = [block for block in inner_first(model.module, model.spec.blocks) if block in own]
     seen: set[nn.Parameter] = set()
     units = []
     num_blocks = 0
     for module in (*blocks, model.module):
-        found = [p for p in module.parameters() if p in parts and p not in seen and p.dim()]
-        seen.update(found)
-        if found:
-            units.append(found)
+        unit = [p for p in module.parameters() if p in parts and p not in seen and p.dim()]
+        seen.update(unit)
+        if unit:
+            units.append(unit)
             num_blocks += module is not model.module
     return units, num_blocks
 
 
 ACTIVATIONS = "activations"
-UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-STATES = 2  # tensors per parameter, assumed for an optimizer that cannot step without values
+BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+ASSUMED_STATES = 2  # tensors per parameter, of an optimizer that cannot step without values
 
 
 @dataclass(frozen=True)
@@ -103,16 +103,16 @@ class States:
     note: str = ""
 
 
-def show_bytes(number: float) -> str:
+def show_bytes(num_bytes: float) -> str:
     """Return a size in decimal units with three digits."""
-    return scaled(number, UNITS) or f"{number:.0f} B"
+    return scaled(num_bytes, BYTE_UNITS) or f"{num_bytes:.0f} B"
 
 
-def scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
+def scaled(amount: float, units: Sequence[tuple[float, str]]) -> str:
     """Return a number with three digits in the largest unit below it; empty if there is none."""
     for size, unit in units:
-        if number >= size:
-            value = number / size
+        if amount >= size:
+            value = amount / size
             digits = 0 if value >= 100 else 1 if value >= 10 else 2
             return f"{value:,.{digits}f} {unit}"
     return ""
@@ -146,10 +146,10 @@ def _activations(trial: PlanTrial, stage: int, passes: Passes) -> MemoryRow:
     if passes.problem:
         return MemoryRow(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
     schedule, num_stages = trial.config.strategy.schedule, trial.mesh.pipeline
-    kept = most_kept(schedule, num_stages, stage, trial.batches.plan.accumulation)
+    num_micro_batches = most_kept(schedule, num_stages, stage, trial.batches.plan.accumulation)
     note = f"a micro-batch of {trial.rows:,} rows"
-    if kept > 1:
-        note = f"{kept} micro-batches of {trial.rows:,} rows"
+    if num_micro_batches > 1:
+        note = f"{num_micro_batches} micro-batches of {trial.rows:,} rows"
     if passes.recomputed:
         note += f", {show_bytes(passes.recomputed)} of it recomputed"
     config = trial.config
@@ -158,7 +158,7 @@ def _activations(trial: PlanTrial, stage: int, passes: Passes) -> MemoryRow:
     if not is_exact:
         note += ", as without run.compile and SyncBN" if is_other else ", with the kernels of a CPU"
     is_measured = is_exact and not passes.recomputed
-    total = kept * passes.saved + passes.recomputed
+    total = num_micro_batches * passes.saved + passes.recomputed
     return MemoryRow(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
 
 
@@ -176,8 +176,10 @@ def measure_states(trial: PlanTrial, parts: Parts, cost: type[Cost]) -> States:
         except ConfigError:
             raise
         except Exception as error:  # of the task's code, which may read values
-            total = STATES * size_of(p for p in parts.values() if p.requires_grad)
-            note = f"{STATES} tensors per parameter: {type(error).__name__} in build_optimizer"
+            total = ASSUMED_STATES * size_of(p for p in parts.values() if p.requires_grad)
+            note = (
+                f"{ASSUMED_STATES} tensors per parameter: {type(error).__name__} in build_optimizer"
+            )
             return States(total, ESTIMATED, note=note)
         measured = [_measure(each, trial, parts, cost) for each in optimizers]
     gathered = sum(states.gathered for states in measured)
@@ -194,8 +196,8 @@ def _measure(optimizer: Optimizer, trial: PlanTrial, parts: Parts, cost: type[Co
     problem = _step(optimizer, list(stepped.values()))
     if not problem:
         return States(_count(optimizer), MEASURED, gathered)
-    total = STATES * size_of(p for p in stepped.values() if p.requires_grad)
-    note = f": {STATES} tensors per parameter, as {problem}"
+    total = ASSUMED_STATES * size_of(p for p in stepped.values() if p.requires_grad)
+    note = f": {ASSUMED_STATES} tensors per parameter, as {problem}"
     return States(total, ESTIMATED, gathered, note)
 
 

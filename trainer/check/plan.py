@@ -33,8 +33,8 @@ def find_fitting(plan: Plan, words: Sequence[str], replan: Replan) -> tuple[list
         if len(options) > 1 and not search.try_out(options[-1]):  # the smallest does not fit
             continue
         for option in options:
-            if found := search.try_out(option):
-                return found
+            if fitting := search.try_out(option):
+                return fitting
     return None
 
 
@@ -102,15 +102,15 @@ def replace_words(words: Sequence[str], changes: Changes) -> list[str]:
     if "strategy" in changes:
         dropped |= {"strategy.name", "strategy.mesh"}
         prefixes = ("strategy.mesh.",)
-    kept = []
+    unchanged = []
     for word in words:
         key = word.lstrip("+").partition("=")[0]
         if key not in dropped and not key.startswith(prefixes or ("\0",)):
-            kept.append(word)
-    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+            unchanged.append(word)
+    return [*unchanged, *(f"{key}={value}" for key, value in changes.items())]
 
 
-LONG = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+LONG_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
@@ -178,17 +178,17 @@ def _checkpoint(plan: Plan, disk_gb_s: float) -> list[str]:
 
 
 def _fetching(plan: Plan) -> list[str]:
-    found = plan.fetching
-    if found is None:
+    fetching = plan.fetching
+    if fetching is None:
         return []
     parts = [
-        f"data: {show_bytes(found.total_bytes)} in shards",
-        f"a node reads {show_bytes(found.epoch_bytes)} an epoch",
-        f"and holds {show_bytes(found.held_bytes)} of it at once",
-        f"in a cache of {show_bytes(found.cache_bytes)}",
+        f"data: {show_bytes(fetching.total_bytes)} in shards",
+        f"a node reads {show_bytes(fetching.epoch_bytes)} an epoch",
+        f"and holds {show_bytes(fetching.held_bytes)} of it at once",
+        f"in a cache of {show_bytes(fetching.cache_bytes)}",
     ]
     if plan.speed:
-        rate = found.step_bytes / plan.speed.least_s / 1e6
+        rate = fetching.step_bytes / plan.speed.least_s / 1e6
         parts.append(f"which takes up to {_rounded(rate)} MB/s")
     return [", ".join(parts)]
 
@@ -222,17 +222,17 @@ def _span(least: str, most: str) -> str:
 def _whole_run(plan: Plan) -> list[str]:
     """Return the lines that answer: time of all steps, size of what is kept, and speed."""
     title = f"the whole run: {counted(plan.batches['steps'], 'step')}"
-    kept = f"checkpoints of {show_bytes(plan.checkpoint.num_bytes)}"
+    checkpoints = f"checkpoints of {show_bytes(plan.checkpoint.num_bytes)}"
     speed = plan.speed
     if speed is None:
-        return [f"{title}, {kept}"]
+        return [f"{title}, {checkpoints}"]
     hours = _span(*(_hours(plan.batches["steps"] * each) for each in (speed.least_s, speed.most_s)))
     batch = plan.config.data.global_batch
     rates = f"{_rate(speed, batch)} examples/s"
     if tokens := plan.tokens.count:
         padding = " with padding" * plan.tokens.has_padding
         rates += f", {_rate(speed, batch * tokens)} tokens/s{padding}"
-    return [f"{title}, {hours} without evaluations, {kept}", f"  {rates}"]
+    return [f"{title}, {hours} without evaluations, {checkpoints}", f"  {rates}"]
 
 
 def _rate(speed: Speed, size: int) -> str:
@@ -241,7 +241,7 @@ def _rate(speed: Speed, size: int) -> str:
 
 
 def _hours(seconds: float) -> str:
-    return scaled(seconds, LONG) or _seconds(seconds)
+    return scaled(seconds, LONG_TIME_UNITS) or _seconds(seconds)
 
 
 def _fit(plan: Plan, advice: Advice | None) -> list[str]:
@@ -260,13 +260,13 @@ def _fit(plan: Plan, advice: Advice | None) -> list[str]:
     return [line, f"this layout fits, with {show_bytes(advice.plan.total)}: {command}"]
 
 
-def _seconds(number: float) -> str:
-    return scaled(number, SECONDS) or "0 s"
+def _seconds(seconds: float) -> str:
+    return scaled(seconds, SECONDS) or "0 s"
 
 
-def _rounded(number: float) -> str:
+def _rounded(estimate: float) -> str:
     """Return a number with three digits: it is an estimate."""
-    return f"{float(f'{number:.3g}'):,.10g}"
+    return f"{float(f'{estimate:.3g}'):,.10g}"
 
 
 def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, An
     device = plan.layout.device
     speed = plan.speed
     size = plan.checkpoint
-    made: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "ranks": plan.layout.ranks,
         "local_ranks": plan.layout.local_ranks,
         "strategy": plan.config.strategy.name,
@@ -298,11 +298,11 @@ def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, An
         "notes": plan.notes,
     }
     if advice is not None:
-        made["advice"] = launchers.as_started(advice.command) or None
-    return made
+        facts["advice"] = launchers.as_started(advice.command) or None
+    return facts
 
 
-WORDS = ("ranks", "local_ranks", "device", "devices", "disk_gb_s")
+PLAN_WORDS = ("ranks", "local_ranks", "device", "devices", "disk_gb_s")
 PER_NODE = 8
 
 
@@ -319,7 +319,7 @@ class PlanAnswer:
 def answer_plan(
     own: Mapping[str, str], overrides: Sequence[str], config_dirs: Sequence[str]
 ) -> PlanAnswer:
-    """Compute what a run needs; `own` has the words of WORDS that were given."""
+    """Compute what a run needs; `own` has the words of PLAN_WORDS that were given."""
     ranks = _read_integer(own, "ranks", 1)
     local_ranks = _read_integer(own, "local_ranks", min(ranks, PER_NODE))
     if ranks % local_ranks:
@@ -334,19 +334,26 @@ def answer_plan(
         raise ConfigError(f"devices={own['devices']}: give device=<name> too, an entry of it")
     device = find_device(own["device"], own.get("devices")) if "device" in own else None
     layout = PlannedLayout(ranks, local_ranks, device)
-    kept = SharedParts()
+    shared = SharedParts()
 
     def replan(changed: Sequence[str]) -> Plan:
-        return make_plan(load_config(changed, config_dirs), layout, kept)
+        return make_plan(load_config(changed, config_dirs), layout, shared)
 
     plan = replan(overrides)
     advice = None
     if plan.fits is False:
-        found = find_fitting(plan, overrides, replan)
+        fitting = find_fitting(plan, overrides, replan)
         folders = [f"--config-dir={folder}" for folder in config_dirs]
-        given = [f"{name}={value}" for name, value in own.items()]
-        words = ["python", "-m", "trainer.check", *(found[0] if found else ()), *given, *folders]
-        advice = Advice(shlex.join(words), found[1]) if found else Advice()
+        own_words = [f"{name}={value}" for name, value in own.items()]
+        words = [
+            "python",
+            "-m",
+            "trainer.check",
+            *(fitting[0] if fitting else ()),
+            *own_words,
+            *folders,
+        ]
+        advice = Advice(shlex.join(words), fitting[1]) if fitting else Advice()
     result = {True: "fits", False: "does not fit", None: "planned"}[plan.fits]
     facts = as_json(plan, disk_gb_s, advice)
     code = int(plan.fits is False)

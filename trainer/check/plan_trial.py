@@ -82,8 +82,8 @@ class Traffic:
         self._note: Note = unnoticed
         for name, axes in {**{axis: (axis,) for axis in AXES}, "data": DATA}.items():
             ranks = mesh.members(*axes)
-            number = ranks.index(mesh.rank)
-            self.groups[name] = CountedGroup(ranks, number, None, name, note=self._send)
+            group_rank = ranks.index(mesh.rank)
+            self.groups[name] = CountedGroup(ranks, group_rank, None, name, note=self._send)
 
     @contextmanager
     def noting(self, note: Note) -> Iterator[None]:
@@ -123,8 +123,8 @@ class FakeModel(SingleDevice):
             inner_first(model, self.spec.blocks)  # which checks them
             Values(model, self.world, self.precision.dtype, self.precision.autocast_dtype)
         else:
-            kept = find_narrow(model, self.precision.autocast_dtype)
-            convert_dtype(model, self.precision.dtype, kept)
+            narrow = find_narrow(model, self.precision.autocast_dtype)
+            convert_dtype(model, self.precision.dtype, narrow)
         if any(is_lazy(p) for p in model.parameters()):
             with torch.no_grad():
                 call(model, spec.sample())
@@ -132,7 +132,7 @@ class FakeModel(SingleDevice):
             self.context = Context(groups["context"])
         self.partition = Partition(spec, mesh, self.context)
         for numbers in self.partition.blocks_of if mesh.tensor > 1 and self.config.sequence else ():
-            divide_sequence([self.spec.blocks[number] for number in numbers], groups["tensor"])
+            divide_sequence([self.spec.blocks[index] for index in numbers], groups["tensor"])
         self.partial = self.partition.partial  # while its model has the parameters that it knows
         cuts = [self.partition.cuts.get(p) for p in model.parameters()]
         with self._mode:
@@ -147,15 +147,15 @@ class FakeModel(SingleDevice):
         torch 2.13 cannot convert a module of fake tensors.
         """
         is_image = self.config.channels_last and tensor.dim() == 4
-        made = torch.empty(
+        fake = torch.empty(
             tensor.shape,
             dtype=tensor.dtype,
             memory_format=torch.channels_last if is_image else torch.contiguous_format,
         )
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, tensor.requires_grad)
-        vars(made).update(vars(tensor))  # such as a mark for the optimizer
-        return made
+            fake = nn.Parameter(fake, tensor.requires_grad)
+        vars(fake).update(vars(tensor))  # such as a mark for the optimizer
+        return fake
 
 
 def _undivided(part: nn.Parameter, cut: MatrixPart | None) -> nn.Parameter:
@@ -246,21 +246,21 @@ class PlanTrial(Setup):
 
 def _resolve_precision(config: Config, device: Device | None) -> tuple[Config, list[str]]:
     """Return the config with the precision of a start on the device, and a line that names it."""
-    given = config.strategy.precision
-    if given not in OPEN:
+    precision = config.strategy.precision
+    if precision not in OPEN:
         return config, []
-    is_taken = takes_bf16(given, device is not None and device.is_gpu)
+    is_taken = takes_bf16(precision, device is not None and device.is_gpu)
     is_native = "bf16" in device.tflops if device else is_bf16_native(torch.device("cpu"))
     chosen: Any = choose_precision(is_taken and is_native)
-    notes = [f"strategy.precision={given}: planned with {chosen}"] if is_taken else []
+    notes = [f"strategy.precision={precision}: planned with {chosen}"] if is_taken else []
     return replace(config, strategy=replace(config.strategy, precision=chosen)), notes
 
 
 def _check(config: Config, world: World, device: Device | None) -> None:
     """Run the early checks of a start, on the planned device instead of this machine's."""
     if config.strategy.devices_per_rank > 1:
-        given = f"strategy.devices_per_rank={config.strategy.devices_per_rank}"
-        raise ConfigError(f"{given}: a plan knows one device per rank; set 1")
+        setting = f"strategy.devices_per_rank={config.strategy.devices_per_rank}"
+        raise ConfigError(f"{setting}: a plan knows one device per rank; set 1")
     is_gpu = bool(device and device.is_gpu)
     if device:
         device.flops_per_s(config.strategy.precision)

@@ -22,6 +22,7 @@ from trainer.check.plan_trial import PlanTrial, SharedParts, place
 from trainer.check.step_costs import Passes, Tokens, count_tokens, run_passes
 from trainer.core.checkpoints import tensor_files
 from trainer.core.config.schema import Config
+from trainer.core.data.order import BatchPlan
 from trainer.core.distributed.devices import Device
 from trainer.core.engine.training_state import size_of_averages
 from trainer.core.process.torch_flags import torch_flags_kept
@@ -103,9 +104,13 @@ def estimate(
     num_rows = trial.batches.plan.micro_batches(0)[-1][1]
     operations = max(passes.flops + passes.flops_again for passes in stages) / trial.rows * num_rows
     waited = bubble(len(stages), trial.batches.plan.accumulation)
-    known = {row.name: row.num_bytes or 0 for row in memory}
+    memory_bytes = {row.name: row.num_bytes or 0 for row in memory}
     # weights and state are read and written, gradients are read
-    moved = 2 * known["parameters"] + 2 * known["optimizer state"] + known["gradients"]
+    moved = (
+        2 * memory_bytes["parameters"]
+        + 2 * memory_bytes["optimizer state"]
+        + memory_bytes["gradients"]
+    )
     communicate = sum(_seconds(trial, device, message) for message in messages)
     compute = operations / speed
     wait = compute * waited / (1 - waited)
@@ -205,14 +210,25 @@ class Plan:
         return self.total <= device.room
 
 
+def _describe_batches(plan: BatchPlan, micro_batch: int, num_steps: int) -> dict[str, int]:
+    return {
+        "global_batch": plan.global_batch,
+        "micro_batch": micro_batch,
+        "accumulation": plan.accumulation,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "steps": num_steps,
+    }
+
+
 @torch_flags_kept()
-def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
+def make_plan(config: Config, layout: PlannedLayout, shared: SharedParts) -> Plan:
     """Plan a run, on a rank of the stage that needs the most memory.
 
     Raises ConfigError where a real start does.
     """
-    trial = PlanTrial(config, place(config, layout.ranks, layout.local_ranks), layout.device, kept)
-    stages = [hold(trial, number) for number in range(len(trial.strategy.partition.blocks_of))]
+    placed = place(config, layout.ranks, layout.local_ranks)
+    trial = PlanTrial(config, placed, layout.device, shared)
+    stages = [hold(trial, stage) for stage in range(len(trial.strategy.partition.blocks_of))]
     cost = trial.kind.cost
     states = [measure_states(trial, held.parts, cost) for held in stages]
     every = run_passes(trial)
@@ -230,13 +246,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
         layout=layout,
         axes={axis: size for axis, size in trial.mesh.sizes.items() if size > 1 or axis in DATA},
         stage=fullest,
-        batches={
-            "global_batch": plan.global_batch,
-            "micro_batch": trial.rows,
-            "accumulation": plan.accumulation,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "steps": num_steps,
-        },
+        batches=_describe_batches(plan, trial.rows, num_steps),
         parameters=sum(p.numel() for p in trial.strategy.whole.values()),
         lines=startup.arithmetic(trial.config, plan, num_steps),
         notes=_list_notes(trial, passes),
@@ -255,7 +265,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
 def _rank(trial: PlanTrial, held: StageTensors, passes: Passes) -> PlannedRank:
     """Return the first rank of a stage."""
     model = trial.model
-    known = set(held.buffers)
+    buffers = set(held.buffers)
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     means = [layer.running_mean for layer in layers if layer.running_mean is not None]
     return PlannedRank(
@@ -264,7 +274,7 @@ def _rank(trial: PlanTrial, held: StageTensors, passes: Passes) -> PlannedRank:
         rows=trial.rows,
         accumulation=trial.batches.plan.accumulation,
         itemsize=trial.parts.precision.dtype.itemsize,
-        num_statistics=2 * sum(mean.numel() for mean in means if mean in known),
+        num_statistics=2 * sum(mean.numel() for mean in means if mean in buffers),
         parts={name: held.parts[p] for name, p in model.named_parameters() if p in held.parts},
         units=[[held.parts[p] for p in unit] for unit in held.units],
         num_blocks=held.num_blocks,

@@ -46,8 +46,8 @@ from trainer.shards.http_source import open_source
 from trainer.shards.index import load_index
 from trainer.shards.sources import ResumeError, TemporaryError
 
-RESULTS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-ADVICE = {
+RESULT_COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+ADVICE_BY_CHECK = {
     "rendezvous": "give every rank the address of rank 0's host, with its port open; "
     "start the ranks that are missing",
     "backends": "give dist.backend=gloo, or start one rank per GPU",
@@ -71,9 +71,9 @@ class Check:
     advice: str = ""
 
 
-def judge(check: str, is_good: bool, found: str, advice: str) -> Check:
+def judge(check: str, is_good: bool, finding: str, advice: str) -> Check:
     """Return a check that is ok, or a warning with advice."""
-    return Check(check, "ok", found) if is_good else Check(check, "warn", found, advice)
+    return Check(check, "ok", finding) if is_good else Check(check, "warn", finding, advice)
 
 
 def list_ranks(ranks: Sequence[int | str]) -> str:
@@ -85,7 +85,7 @@ def list_ranks(ranks: Sequence[int | str]) -> str:
 
 def report(checks: Sequence[Check], is_part: bool = False) -> int:
     """Print the checks and return the exit code. `is_part`: other answers follow if none fails."""
-    worst = max((check.result for check in checks), key=list(RESULTS).index, default="ok")
+    worst = max((check.result for check in checks), key=list(RESULT_COLORS).index, default="ok")
     if is_part and worst != "fail":
         tell(lambda: show(checks))
         return 0
@@ -102,16 +102,16 @@ def show(checks: Sequence[Check]) -> None:
     checks = sorted(checks, key=lambda check: check.result == "fail")
     columns = ("check", "result", "found", "advice")
     rows = [(check.check, check.result, check.found, check.advice) for check in checks]
-    print_table(columns, rows, styles={"result": RESULTS})
+    print_table(columns, rows, styles={"result": RESULT_COLORS})
 
 
 # Limits for a warning.
-FREE_BYTES = 10**9
+LEAST_FREE_BYTES = 10**9
 MIRRORED = 2**23  # bytes that are written to a bucket and read
 MOST_OF_A_SHARD = 2**30  # bytes of one whose index does not say how many
 FSYNC_S = 1.0
 OPEN_FILES = 4096
-_CODE = "the code of "  # prefix of the facts about code in a fingerprint
+_CODE_PREFIX = "the code of "  # prefix of the facts about code in a fingerprint
 
 
 def gather_facts(task: Task, url: str = "") -> dict[str, Any]:
@@ -140,11 +140,11 @@ def gather_facts(task: Task, url: str = "") -> dict[str, Any]:
         "quota": cpu_quota(),
         "versions": _list_versions(),
         "code": {
-            name.removeprefix(_CODE): str(digest)
+            name.removeprefix(_CODE_PREFIX): str(digest)
             for name, digest in start.items()
-            if name.startswith(_CODE)
+            if name.startswith(_CODE_PREFIX)
         },
-        "settings": {name: v for name, v in start.items() if not name.startswith(_CODE)},
+        "settings": {name: v for name, v in start.items() if not name.startswith(_CODE_PREFIX)},
         "checks": [asdict(check) for check in checks],
     }
 
@@ -176,15 +176,15 @@ def check_backend(config: Config, world: World, backend: str) -> Check:
     ranks = counted(world.local_world_size, "local rank")
     why = f"{counted(gpus, 'GPU')} for {ranks}" if gpus else "torch sees no GPU"
     names = ", ".join(name for name in available if available[name])
-    found = f"dist.backend={config.dist.backend} is {backend}: {why}; available: {names}"
+    finding = f"dist.backend={config.dist.backend} is {backend}: {why}; available: {names}"
     if gpus:
         text = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.is_file() else ""
         driver = re.search(r"\d+\.\d+(\.\d+)?", text)
         name = accelerator.describe(world.device)
-        found += f"; {name}, driver {driver[0] if driver else 'unknown'}"
+        finding += f"; {name}, driver {driver[0] if driver else 'unknown'}"
     if unseen := explain_unseen_gpu():
-        return Check("backend", "warn", found, unseen)
-    return Check("backend", "ok", found, "")
+        return Check("backend", "warn", finding, unseen)
+    return Check("backend", "ok", finding, "")
 
 
 def check_shared_memory(config: Config, backend: str) -> Check:
@@ -194,50 +194,52 @@ def check_shared_memory(config: Config, backend: str) -> Check:
         users.append("data.workers")
     if accelerator.carries(backend):
         users.append(backend)
-    place = Path("/dev/shm")  # noqa: S108
-    size = shutil.disk_usage(place) if place.is_dir() else None
-    found = "none"
+    folder = Path("/dev/shm")  # noqa: S108
+    size = shutil.disk_usage(folder) if folder.is_dir() else None
+    finding = "none"
     if size is not None:
-        found = f"{size.free / 1e9:.2f} of {size.total / 1e9:.2f} GB are free"
-    found += f"; used by {' and '.join(users)}" if users else "; used by data workers only"
-    is_enough = not users or (size is not None and size.free >= FREE_BYTES)
+        finding = f"{size.free / 1e9:.2f} of {size.total / 1e9:.2f} GB are free"
+    finding += f"; used by {' and '.join(users)}" if users else "; used by data workers only"
+    is_enough = not users or (size is not None and size.free >= LEAST_FREE_BYTES)
     advice = "provide at least 1 GB, as docker run --shm-size=8g does; or data.workers=0"
-    return judge("shared memory", is_enough, found, advice)
+    return judge("shared memory", is_enough, finding, advice)
 
 
 def check_open_files() -> Check:
     """Warn if this process may open fewer than 4096 files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     is_unlimited = limit == resource.RLIM_INFINITY
-    found = "no limit" if is_unlimited else f"at most {limit:,}"
+    finding = "no limit" if is_unlimited else f"at most {limit:,}"
     is_good = is_unlimited or limit >= OPEN_FILES
-    return judge("open files", is_good, found, f"ulimit -n {OPEN_FILES}")
+    return judge("open files", is_good, finding, f"ulimit -n {OPEN_FILES}")
 
 
 def find_existing(config: Config) -> Path:
     """Return run.dir, or its nearest parent that exists: a run creates its directory there."""
     path = config.runs
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def check_disk(config: Config) -> Check:
     """Test run.dir with an unnamed file, which vanishes even if this process is killed."""
-    place = find_existing(config)
-    found = f"run.dir={config.run.dir}: "
+    folder = find_existing(config)
+    finding = f"run.dir={config.run.dir}: "
     advice = "checkpoints are written there: make room, or choose another run.dir"
     began = time.monotonic()
     try:
-        with tempfile.TemporaryFile(prefix=".doctor-", dir=place) as file:
+        with tempfile.TemporaryFile(prefix=".doctor-", dir=folder) as file:
             file.write(bytes(2**16))
             file.flush()
             os.fsync(file.fileno())
         seconds = time.monotonic() - began
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Check("disk", "fail", f"{found}{place} cannot be written: {error.strerror}", advice)
-    found += f"{free / 1e9:,.1f} GB free on {place}"
-    found += f", a write with fsync takes {seconds * 1e3:,.1f} ms"
-    return judge("disk", free >= FREE_BYTES and seconds <= FSYNC_S, found, advice)
+        return Check(
+            "disk", "fail", f"{finding}{folder} cannot be written: {error.strerror}", advice
+        )
+    finding += f"{free / 1e9:,.1f} GB free on {folder}"
+    finding += f", a write with fsync takes {seconds * 1e3:,.1f} ms"
+    return judge("disk", free >= LEAST_FREE_BYTES and seconds <= FSYNC_S, finding, advice)
 
 
 def check_mirror(address: str, limit_s: float) -> Check:
@@ -245,12 +247,12 @@ def check_mirror(address: str, limit_s: float) -> Check:
 
     The thread of a store that does not answer is left behind.
     """
-    found: list[Check] = []
-    work = threading.Thread(target=lambda: found.append(_try_bucket(address)), daemon=True)
+    checks: list[Check] = []
+    work = threading.Thread(target=lambda: checks.append(_try_bucket(address)), daemon=True)
     work.start()
     work.join(limit_s)
-    if found:
-        return found[0]
+    if checks:
+        return checks[0]
     advice = "check the address and the network, or set a larger dist.timeout_s"
     what = f"no answer to {MIRRORED / 1e6:.0f} MB within {limit_s:g} s"
     return Check("mirror", "fail", f"checkpoint.mirror={address}: {what}", advice)
@@ -339,11 +341,11 @@ def check_shards(url: str) -> Check:
     except (ConfigError, RunError, TemporaryError, OSError) as error:
         return Check("data", "fail", f"data.url: {one_line(error)}", advice)
     seconds = time.monotonic() - opened
-    found = f"data.url={source.url}: {counted(int(index.rows.sum()), 'example')} in "
-    found += f"{counted(len(index), 'shard')}; the index took {opened - began:.2f} s, "
-    found += f"the first shard {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-6):,.0f} MB/s"
+    finding = f"data.url={source.url}: {counted(int(index.rows.sum()), 'example')} in "
+    finding += f"{counted(len(index), 'shard')}; the index took {opened - began:.2f} s, "
+    finding += f"the first shard {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-6):,.0f} MB/s"
     is_right = index.size(0) in (None, size)
-    return judge("data", is_right, found, f"it has {size:,} bytes, not as many as in its index")
+    return judge("data", is_right, finding, f"it has {size:,} bytes, not as many as in its index")
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -356,9 +358,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             continue
         names = ["cfs_quota_us", "cfs_period_us"] if controllers else ["max"]
         folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path.lstrip("/")
-        for place in (folder, *folder.parents):
+        for cgroup in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # not there, or "max"
-                words = " ".join((place / f"cpu.{name}").read_text() for name in names)
+                words = " ".join((cgroup / f"cpu.{name}").read_text() for name in names)
                 quota, period = map(float, words.split())
                 limits += [quota / period] if quota > 0 else []
     return min(limits, default=None)

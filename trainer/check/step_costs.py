@@ -22,7 +22,7 @@ from trainer.core.strategy.cost import Message
 from trainer.core.strategy.modules.dry_run import FlopCounter, check_reached, hooked
 from trainer.core.strategy.modules.tensor_memory import ActivationCheckpoint
 
-ACTIVATIONS, GRADIENTS = "sends of activations", "sends of gradients"
+ACTIVATION_SENDS, GRADIENT_SENDS = "sends of activations", "sends of gradients"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class PipelinePass:
         self.counter = FlopCounter()
         self._counted = 0.0
         own = [*trial.model.parameters(), *trial.model.buffers()]
-        kept = {_key(tensor): tensor.untyped_storage() for tensor in own}
-        self._kept = [dict(kept) for _ in range(num_stages)]  # so that a key stays its own
+        storages = {_key(tensor): tensor.untyped_storage() for tensor in own}
+        self._kept = [dict(storages) for _ in range(num_stages)]  # so that a key stays its own
         inputs = tree_leaves(trial.batch[0])
         self._inputs = {_key(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
         self._sent: list[dict[tuple[str, str], list[float]]] = [{} for _ in range(num_stages)]
@@ -93,15 +93,15 @@ class PipelinePass:
         self._note(self.current, axis, kind, num_bytes)
 
     def _note(self, stage: int, axis: str, kind: str, num_bytes: float) -> None:
-        found = self._sent[stage].setdefault((axis, kind), [0, 0.0])
-        found[0] += 1
-        found[1] += num_bytes
+        totals = self._sent[stage].setdefault((axis, kind), [0, 0.0])
+        totals[0] += 1
+        totals[1] += num_bytes
 
     def sent(self, stage: int) -> list[Message]:
-        found = self._sent[stage].items()
+        totals = self._sent[stage].items()
         return [
             Message(axis, _name_kind(axis, kind), int(count), num_bytes)
-            for (axis, kind), (count, num_bytes) in found
+            for (axis, kind), (count, num_bytes) in totals
         ]
 
     def go_to(self, stage: int) -> None:
@@ -124,8 +124,8 @@ class PipelinePass:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 for each in (stage - 1, stage):
                     self._keep(each, tensor)
-                self._note(stage - 1, "pipeline", ACTIVATIONS, tensor.nbytes)
-                self._note(stage, "pipeline", GRADIENTS, tensor.nbytes)
+                self._note(stage - 1, "pipeline", ACTIVATION_SENDS, tensor.nbytes)
+                self._note(stage, "pipeline", GRADIENT_SENDS, tensor.nbytes)
                 tensor.register_hook(lambda _: self.go_to(stage - 1))
 
 
@@ -162,7 +162,7 @@ def _run(trial: PlanTrial) -> list[Passes]:
     with _gradients_of(model) as gradients:
         objective = _follow(trial, followed)
     form = (objective.elements, bool(objective.is_weighted))
-    made = [
+    costs = [
         Passes(followed.saved[n], 0, followed.flops[n], 0.0, gradients, followed.sent(n), *form)
         for n in stages
     ]
@@ -173,9 +173,9 @@ def _run(trial: PlanTrial) -> list[Passes]:
         whole = PipelinePass(trial, len(stages))
         with _sizes_of(modules, whole) as sizes:
             _follow(trial, whole)
-        every = zip(made, sizes, whole.forward, strict=True)
+        every = zip(costs, sizes, whole.forward, strict=True)
         return [replace(each, recomputed=size, flops_again=again) for each, size, again in every]
-    return made
+    return costs
 
 
 def _objective(trial: PlanTrial) -> UpdateLoss:

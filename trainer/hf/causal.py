@@ -14,7 +14,7 @@ from trainer import Config, ConfigError, World
 from trainer.core.strategy.mesh_sizes import Mesh
 
 IGNORED = -100  # as everywhere in transformers: such a label has no weight
-TOKENS = 512  # whose logits are in memory at once
+TOKENS_AT_ONCE = 512  # whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -92,29 +92,29 @@ class LanguageModel(nn.Module):
         is_learned = labels != IGNORED
         mask = None if segments is None else visible(places, segments)
         length = self._length(position_ids, counts) if mask is None else None
-        given = {"input_ids": input_ids[:, :length], "use_cache": False, "attention_mask": mask}
+        inputs = {"input_ids": input_ids[:, :length], "use_cache": False, "attention_mask": mask}
         if position_ids is not None:
-            given["position_ids"] = position_ids[:, :length]
+            inputs["position_ids"] = position_ids[:, :length]
         labels, chosen = labels[:, :length], is_learned[:, :length]
         if counts is not None and not self._is_empty:
             # learned tokens first, in order; the label of what is beyond them is ignored
             order = (~chosen).flatten().to(torch.uint8).argsort(stable=True)
             chosen = order[: counts.learned_in(len(labels))]
-        losses = self._losses(given, chosen, _chosen(labels, chosen))
+        losses = self._losses(inputs, chosen, _chosen(labels, chosen))
         if chosen.dtype == torch.bool:
             return losses.new_zeros(is_learned.shape).masked_scatter(is_learned, losses)
         every = losses.new_zeros(labels.numel()).index_copy(0, chosen, losses)
         return F.pad(every.view(labels.shape), (0, is_learned.shape[1] - labels.shape[1]))
 
     def _losses(
-        self, given: Mapping[str, Any], chosen: torch.Tensor, words: torch.Tensor
+        self, inputs: Mapping[str, Any], chosen: torch.Tensor, words: torch.Tensor
     ) -> torch.Tensor:
         """Return the losses of the chosen tokens, in order."""
         if not self.has_plain_logits:
-            logits = _chosen(self.model(**given).logits, chosen)
+            logits = _chosen(self.model(**inputs).logits, chosen)
             return F.cross_entropy(logits, words, reduction="none")
-        hidden = _chosen(self.base.base_model(**given).last_hidden_state, chosen)
-        parts = zip(hidden.split(TOKENS), words.split(TOKENS), strict=True)
+        hidden = _chosen(self.base.base_model(**inputs).last_hidden_state, chosen)
+        parts = zip(hidden.split(TOKENS_AT_ONCE), words.split(TOKENS_AT_ONCE), strict=True)
         if torch.is_grad_enabled():
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
             return torch.cat([checkpoint(self._score, *part, **again) for part in parts])
@@ -165,8 +165,8 @@ def check_finite(model: LanguageModel, computed: float) -> None:
     """Raise ConfigError for a model that has computed NaN, naming a weight that is not finite."""
     if math.isnan(computed):
         names = (n for n, p in model.model.named_parameters() if not bool(p.isfinite().all()))
-        found = next((f": {name} has values that are not finite" for name in names), "")
-        raise ConfigError(f"""task.options.model: {type(model.base).__name__} computes NaN{found};
+        reason = next((f": {name} has values that are not finite" for name in names), "")
+        raise ConfigError(f"""task.options.model: {type(model.base).__name__} computes NaN{reason};
             take other weights, or strategy.precision=fp32 for some of 16 bits""")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 CAUSAL = "AutoModelForCausalLM"
-LIBRARIES = ("transformers", "peft", "diffusers")  # whose models are saved by save_pretrained
+MODEL_PACKAGES = ("transformers", "peft", "diffusers")  # whose models are saved by save_pretrained
 
 
 def find_pretrained(model: nn.Module) -> nn.Module | None:
@@ -25,7 +25,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 def public_class(model: nn.Module) -> type | None:
     """Return the class of a model in its library, which a class of the user's may derive from."""
     kinds = type(model).__mro__
-    return next((k for k in kinds if k.__module__.partition(".")[0] in LIBRARIES), None)
+    return next((k for k in kinds if k.__module__.partition(".")[0] in MODEL_PACKAGES), None)
 
 
 def auto_class(kind: type, model: Any) -> str:
@@ -34,10 +34,12 @@ def auto_class(kind: type, model: Any) -> str:
     general = ("AutoModelForPreTraining", "AutoModel", "AutoModelForTextEncoding")
     names = [name for name in vars(auto) if name.startswith("AutoModel") and name not in general]
     for name in (CAUSAL, *names, *general):
-        known = getattr(getattr(auto, name), "_model_mapping", None) or {}
-        if type(model.config) in known:
-            made = known[type(model.config)]
-            if kind is made or (isinstance(made, tuple) and made and made[0] is kind):
+        mapping = getattr(getattr(auto, name), "_model_mapping", None) or {}
+        if type(model.config) in mapping:
+            model_class = mapping[type(model.config)]
+            if kind is model_class or (
+                isinstance(model_class, tuple) and model_class and model_class[0] is kind
+            ):
                 return name
     return kind.__name__
 
@@ -66,16 +68,18 @@ def find_base(model: nn.Module) -> str:
 
 def why_not_exported(model: nn.Module, is_merged: bool = False) -> str:
     """Return the reason why a model cannot become a folder of Hugging Face; empty if it can."""
-    found = find_pretrained(model)
-    if found is None:
+    inner = find_pretrained(model)
+    if inner is None:
         return f"""the model ({type(model).__name__}) has no save_pretrained, and not one module
             in it that does; use a model of transformers, peft or diffusers"""
-    kind = public_class(found)
+    kind = public_class(inner)
     if kind is None:
-        return f"{type(found).__name__} is of no library that can load it: {', '.join(LIBRARIES)}"
-    if is_adapter(found) and not is_merged:
-        return _why_no_adapter(found)
-    quantizer = getattr(base_of(found), "hf_quantizer", None)
+        return (
+            f"{type(inner).__name__} is of no library that can load it: {', '.join(MODEL_PACKAGES)}"
+        )
+    if is_adapter(inner) and not is_merged:
+        return _why_no_adapter(inner)
+    quantizer = getattr(base_of(inner), "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_serializable():
         how = type(quantizer).__name__
         return f"the model is quantized ({how}), and transformers does not save it; load it whole"
@@ -119,10 +123,13 @@ def _why_no_base(model: Any, name: str) -> str:
         own = AutoConfig.from_pretrained(name, **options)
     except Exception:  # a base of another kind, such as a GGUF file: the end of the export tells
         return ""
-    kept = {each: getattr(own, each, None) for each in OF_A_BASE}
-    kept["problem_type"] = kept["problem_type"] or getattr(config, "problem_type", None)
+    settings = {each: getattr(own, each, None) for each in OF_A_BASE}
+    settings["problem_type"] = settings["problem_type"] or getattr(config, "problem_type", None)
     for each, words in OF_A_BASE.items():
-        if "Classification" in type(model).__name__ and getattr(config, each, None) != kept[each]:
+        if (
+            "Classification" in type(model).__name__
+            and getattr(config, each, None) != settings[each]
+        ):
             return f"the run gives its base {words} ({each}), {advice}"
     wanted = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if wanted is None:
@@ -146,5 +153,5 @@ def _listed(value: Any) -> list[Any]:
 def trains_embeddings(model: Any) -> bool:
     """Return True if an adapter's base has embeddings that train, as those of new tokens do."""
     base: Any = base_of(model)
-    found = base.get_input_embeddings()
-    return any(p.requires_grad for p in found.parameters()) if found is not None else False
+    embedding = base.get_input_embeddings()
+    return any(p.requires_grad for p in embedding.parameters()) if embedding is not None else False

@@ -10,7 +10,7 @@ from trainer.core.distributed.long_work import watched
 from trainer.shards.cache import default_folder
 from trainer.shards.sources import open_file
 
-BLOCK = 2**20
+DIGEST_BLOCK_BYTES = 2**20
 
 
 def digest_files(paths: Sequence[Path], is_verified: bool = False) -> str:
@@ -41,7 +41,7 @@ def digest_files(paths: Sequence[Path], is_verified: bool = False) -> str:
 def _digest(path: Path) -> bytes:
     digest = hashlib.sha256()
     with open_file(path) as file:
-        blocks = iter(lambda: file.read(BLOCK), b"")
+        blocks = iter(lambda: file.read(DIGEST_BLOCK_BYTES), b"")
         for block in watched(blocks, f"reading {path}", "MiB"):
             digest.update(block)
     return digest.digest()

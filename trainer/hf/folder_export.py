@@ -46,11 +46,11 @@ from trainer.core.same.distance import apart
 from trainer.hf import pipelines
 from trainer.hf.classes import CAUSAL, base_of, why_not_exported
 from trainer.hf.pretrained import Pretrained, write_card
-from trainer.hf.reload import ANSWER, FACTS, GIVEN
+from trainer.hf.reload import ANSWER, FOLDER_FACTS, REFERENCE_FILE
 from trainer.hf.staged_folder import open_scratch, publish, why_full
 
-NAME = "export"  # of the folder in a run directory
-GRACE_S = 5.0  # of the fresh process, after an interrupt
+FOLDER_NAME = "export"  # of the folder in a run directory
+RELOAD_GRACE_S = 5.0  # of the fresh process, after an interrupt
 OF_A_GROUP = {*RANKS, "MASTER_ADDR", "MASTER_PORT"}  # variables; the fresh process is alone
 SAFE = (".safetensors", ".json", ".md", ".txt", ".model", ".jinja")  # suffixes that are no pickle
 
@@ -70,28 +70,28 @@ class FolderExport:
 
     def check_place(self) -> None:
         """Raise ConfigError unless the folder is new, empty, or as an export has left it."""
-        given = f"{self.key}: {self.out}"
-        check_name(given, self.out)
+        setting = f"{self.key}: {self.out}"
+        check_name(setting, self.out)
         is_home = self.out.is_dir() and self.out.resolve() in (Path.cwd(), *Path.cwd().parents)
         if is_home or os.path.ismount(self.out) or self.out.name in ("", ".."):
-            raise ConfigError(f"{given} cannot be replaced; give a new folder in it")
+            raise ConfigError(f"{setting} cannot be replaced; give a new folder in it")
         if self.out.is_symlink() or (self.out.exists() and not self.out.is_dir()):
-            raise ConfigError(f"{given} is not a folder; give another name")
+            raise ConfigError(f"{setting} is not a folder; give another name")
         if not self.out.exists():
-            check_creatable(given, self.out)
+            check_creatable(setting, self.out)
             return
-        known: Any = None
+        listed: Any = None
         with suppress(OSError, ValueError, TypeError, KeyError):
-            known = read_json(self.out / FACTS)["files"]
-        if not isinstance(known, dict):
+            listed = read_json(self.out / FOLDER_FACTS)["files"]
+        if not isinstance(listed, dict):
             if next(self.out.iterdir(), None) is not None:
-                raise ConfigError(f"""{given} already exists, and no export wrote it;
+                raise ConfigError(f"""{setting} already exists, and no export wrote it;
                     move it away, or give another name""")
             return
-        found = _sizes_of(self.out, len(known) + 1)
-        if found != known:
-            changed = sorted(n for n in {*found, *known} if found.get(n) != known.get(n))
-            raise ConfigError(f"""{given} was changed since its export: {changed[0]};
+        sizes = _sizes_of(self.out, len(listed) + 1)
+        if sizes != listed:
+            changed = sorted(n for n in {*sizes, *listed} if sizes.get(n) != listed.get(n))
+            raise ConfigError(f"""{setting} was changed since its export: {changed[0]};
                 move it away, or give another name""")
 
 
@@ -102,7 +102,7 @@ def _sizes_of(folder: Path, most: int | None = None) -> dict[str, int]:
     """
     files = (path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
     names = ((path.relative_to(folder).as_posix(), path) for path in files)
-    sizes = ((name, path.lstat().st_size) for name, path in names if name != FACTS)
+    sizes = ((name, path.lstat().st_size) for name, path in names if name != FOLDER_FACTS)
     return dict(sorted(islice(sizes, most)))
 
 
@@ -136,16 +136,16 @@ def write_pretrained(task: Any, config: Config, export: FolderExport) -> tuple[l
 
 def _origin_of(config: Config) -> dict[str, Any]:
     """Return the facts of the checkpoint that is exported, with its run's lines of the proof."""
-    place = Path(config.folder, config.run.resume or "")
-    is_one = (place / transaction.MANIFEST).is_file()
-    root = place.resolve().parent.parent if is_one else place
-    found = transaction.read_manifest(place) if is_one else None
-    found = found or transaction.newest_manifest(root / "checkpoints")
-    assert found is not None
+    folder = Path(config.folder, config.run.resume or "")
+    is_one = (folder / transaction.MANIFEST).is_file()
+    root = folder.resolve().parent.parent if is_one else folder
+    manifest = transaction.read_manifest(folder) if is_one else None
+    manifest = manifest or transaction.newest_manifest(root / "checkpoints")
+    assert manifest is not None
     lines: list[str] = []
     with suppress(OSError, UnicodeError):
         lines = (root / PROOF).read_text(encoding="utf-8").splitlines()
-    return {**found, "proof": lines, "name": root.name}
+    return {**manifest, "proof": lines, "name": root.name}
 
 
 def _write(
@@ -172,7 +172,7 @@ def _write(
         facts["files"] = _sizes_of(new)
         if odd := [name for name in facts["files"] if not name.endswith(SAFE)]:
             raise RunError(f"{export.key}: {odd[0]} may hold code, so the folder is not written")
-        (new / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (new / FOLDER_FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         calls = pipelines.expect(trained.model, list(_pipeline_calls(task)))
         _save_given(task, trained, parts, calls, scratch)
     far, differs = _reload(export.key, new, scratch)
@@ -181,7 +181,7 @@ def _write(
         way = "; merge the adapter: RUN out=FOLDER/ merge=true" * trained.is_adapter
         raise RunError(f"{export.key}: {differs[:400]}; nothing was written{way}")
     lines[1:1] = pipelines.describe_calls(calls)
-    mode = stat.S_IMODE((new / FACTS).stat().st_mode)
+    mode = stat.S_IMODE((new / FOLDER_FACTS).stat().st_mode)
     for path in new.rglob("*"):
         if path.is_file():
             path.chmod(mode)  # safetensors makes it readable for its owner only
@@ -211,13 +211,13 @@ def _pipeline_calls(task: Any) -> Sequence[pipelines.PipelineCall]:
 
 def _save_tokenizers(task: Any, folder: Path) -> list[str]:
     """Write the task's tokenizer and processor, where they can be written; return their names."""
-    found = []
+    names = []
     for name in ("tokenizer", "processor"):
         own: Any = getattr(task, name, None)
         if callable(getattr(own, "save_pretrained", None)):
             own.save_pretrained(folder)
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _save_given(
@@ -236,20 +236,20 @@ def _save_given(
         template = getattr(task.tokenizer, "chat_template", None)
         tokens = list(task.tokenizer(text)["input_ids"])
         expected["tokenizer"] = {"text": text, "tokens": tokens, "template": template}
-    given = {"inputs": trained.inputs, "outputs": trained.outputs, "expected": expected}
-    given |= {"calls": calls, "threads": torch.get_num_threads()}
-    with open(scratch / GIVEN, "wb") as file:  # a path would lose the reason if the disk is full
-        torch.save(given, file)
+    reference = {"inputs": trained.inputs, "outputs": trained.outputs, "expected": expected}
+    reference |= {"calls": calls, "threads": torch.get_num_threads()}
+    with open(scratch / REFERENCE_FILE, "wb") as file:  # a path loses the reason of a full disk
+        torch.save(reference, file)
 
 
 def _reload(key: str, new: Path, scratch: Path) -> tuple[dict[str, float], str]:
     """Return how far the outputs of a fresh process are from ours, by name; and how a pipeline
     differs, if one does.
     """
-    kept = {name: each for name, each in os.environ.items() if name not in OF_A_GROUP}
+    variables = {name: each for name, each in os.environ.items() if name not in OF_A_GROUP}
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *BARS), "1")
-    environment = {**kept, **quiet, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**variables, **quiet, "PYTHONPATH": os.pathsep.join(paths)}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     words = [sys.executable, "-m", "trainer.hf.reload", str(new), str(scratch)]
     log = scratch / "log"
@@ -259,7 +259,7 @@ def _reload(key: str, new: Path, scratch: Path) -> tuple[dict[str, float], str]:
         try:
             process.wait()
         finally:
-            child.end(process, GRACE_S)
+            child.end(process, RELOAD_GRACE_S)
     answer: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         answer = read_json(scratch / ANSWER)
@@ -298,20 +298,20 @@ def _describe(
     named = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     size = sum(facts["files"].values())
     shown = f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} kB"
-    place = task.config.shown(export.out.absolute())
+    path = task.config.shown(export.out.absolute())
     library = "peft" if trained.is_adapter else facts["library"]
     equal = _limited(export.key, far, trained, BY_HAND, "a model loaded from it")
-    return f"{named} in {place} ({shown}): {library} loads it with {equal}"
+    return f"{named} in {path} ({shown}): {library} loads it with {equal}"
 
 
-def _list_commands(place: Path, facts: Mapping[str, Any]) -> list[str]:
+def _list_commands(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     """Return lines with the commands that upload the folder, and that evaluate it."""
-    lines = [f"upload it with: hf upload NAME {shlex.quote(str(place))}"]
+    lines = [f"upload it with: hf upload NAME {shlex.quote(str(folder))}"]
     if facts["class"] == CAUSAL:
-        words = f"pretrained={place}"
+        words = f"pretrained={folder}"
         if facts["is_adapter"]:
             gguf_file = facts["options"].get("gguf_file")
-            words = f"pretrained={facts['base']},peft={place}"
+            words = f"pretrained={facts['base']},peft={folder}"
             words += f",gguf_file={gguf_file}" * bool(gguf_file)
         words = shlex.quote(words)
         lines.append(f"evaluate it with: lm_eval --model hf --model_args {words} --tasks ...")
@@ -335,14 +335,14 @@ def export_at_end(task: Any, summary: Summary) -> None:
     config = task.config
     if summary.exit_code or task.world.rank:
         return
-    place = summary.directory
+    folder = summary.directory
     if config.checkpoint.best_metric is not None and summary.best_step is not None:
-        best = transaction.final_path(place / "checkpoints", summary.best_step)
-        place = best if best.exists() else place
+        best = transaction.final_path(folder / "checkpoints", summary.best_step)
+        folder = best if best.exists() else folder
     key = f"checkpoint.export={config.checkpoint.export}"
-    loaded = replace(config, run=replace(config.run, resume=str(place)))
+    loaded = replace(config, run=replace(config.run, resume=str(folder)))
     try:
-        export = FolderExport(summary.directory / NAME, key)
+        export = FolderExport(summary.directory / FOLDER_NAME, key)
         lines, step = write_pretrained(task, loaded, export)
     except Exception as error:
         is_known = isinstance(error, (ConfigError, RunError, CheckpointError))

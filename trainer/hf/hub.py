@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer import ConfigError
 from trainer.core.errors import did_you_mean, one_line
-from trainer.hf.repository import INDEX, WEIGHTS, look_at, matching, without_weights
+from trainer.hf.repository import PARTS_INDEX, WEIGHT_FILE, look_at, matching, without_weights
 
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 UNWANTED = ("*/*.safetensors", "consolidated*.safetensors", "*.fp16.safetensors")  # copies
@@ -84,9 +84,11 @@ def _find_lack(folder: Path, name: HubName, beside: Sequence[str]) -> str:
     if not matching(names, beside):
         return " or ".join(beside)
     parts: list[str] = []
-    if INDEX in names and WEIGHTS not in names:
+    if PARTS_INDEX in names and WEIGHT_FILE not in names:
         with suppress(OSError, ValueError, AttributeError, TypeError):  # which `find` names
-            parts = sorted({*json.loads((folder / INDEX).read_bytes())["weight_map"].values()})
+            parts = sorted(
+                {*json.loads((folder / PARTS_INDEX).read_bytes())["weight_map"].values()}
+            )
     return next((part for part in parts if part not in names), "")
 
 
@@ -117,22 +119,22 @@ def fetch_repository(name: str, hub_name: HubName, key: str, beside: Sequence[st
     except ConfigError:
         raise
     except Exception as error:
-        given = f"{key}={name}: {where}" if lack else f"{key}={name}"
-        raise ConfigError(f"{given}: {_explain(hub, error, hub_name)}") from None
+        subject = f"{key}={name}: {where}" if lack else f"{key}={name}"
+        raise ConfigError(f"{subject}: {_explain(hub, error, hub_name)}") from None
     finally:
         hub.close_session()
 
 
-def _check_repository(hub: Any, name: HubName, given: str) -> None:
+def _check_repository(hub: Any, name: HubName, setting: str) -> None:
     """Refuse, before anything is downloaded, a repository without weights that can be loaded."""
-    found = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=30)
-    files = [entry.rfilename for entry in found.siblings or ()]
+    repository = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=30)
+    files = [entry.rfilename for entry in repository.siblings or ()]
     if name.gguf is not None:
         if name.gguf not in files:
             close = did_you_mean(name.gguf, files) or "; choose one of its files"
-            raise ConfigError(f"{given}: {name.repository} has no {name.gguf}{close}")
+            raise ConfigError(f"{setting}: {name.repository} has no {name.gguf}{close}")
     elif not matching(files, ["*.safetensors"]):
-        raise ConfigError(f"{given}: {without_weights(files, name.repository)}")
+        raise ConfigError(f"{setting}: {without_weights(files, name.repository)}")
 
 
 def _explain(hub: Any, error: Exception, name: HubName) -> str:
@@ -158,7 +160,7 @@ def _explain(hub: Any, error: Exception, name: HubName) -> str:
 def _repositories(hub: Any, name: HubName) -> list[str]:
     owner, _, _ = name.repository.rpartition("/")
     try:
-        return [found.id for found in hub.HfApi().list_models(author=owner, limit=200)]
+        return [model.id for model in hub.HfApi().list_models(author=owner, limit=200)]
     except Exception:  # it is only advice
         return []
 

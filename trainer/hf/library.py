@@ -8,7 +8,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 @cache
@@ -17,7 +17,7 @@ def read_library(count: int) -> tuple[list[bytes], str]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = {*folders} - LEFT_OUT
+        folders[:] = {*folders} - FOLDERS_LEFT_OUT
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     texts = [path.read_bytes() for path in sorted(paths, key=Path.as_posix)[:count]]
     return texts, hashlib.sha256(b"".join(texts)).hexdigest()

@@ -43,7 +43,7 @@ from trainer.hf.repository import (
     pickles_refused,
 )
 
-KEY = "task.options.model"
+MODEL_KEY = "task.options.model"
 # of a config, beside settings of generation: what decides no output
 OF_NO_OUTPUT = ("architectures", "dtype", "id2label", "label2id", "return_dict", "torch_dtype")
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-def fetch(name: str | None, key: str = KEY, beside: Sequence[str] = OF_TOKENS) -> None:
+def fetch(name: str | None, key: str = MODEL_KEY, beside: Sequence[str] = OF_TOKENS) -> None:
     """Download the files of a name on the hub unless this machine has them. For `prepare()`.
 
     Asks the hub only for what is not in its cache, so a run that starts again has the same weights.
@@ -77,7 +77,7 @@ def fetch(name: str | None, key: str = KEY, beside: Sequence[str] = OF_TOKENS) -
         _unpack(source, key)
 
 
-def find(name: str, key: str = KEY) -> ModelFiles:
+def find(name: str, key: str = MODEL_KEY) -> ModelFiles:
     """Return where the files of a model are on this machine, checked; asks no server.
 
     Raises ConfigError if there are none, if they want code of their own to be run, or if the
@@ -107,7 +107,7 @@ def find(name: str, key: str = KEY) -> ModelFiles:
     return source
 
 
-def find_weights(name: str, key: str = KEY) -> list[Path]:
+def find_weights(name: str, key: str = MODEL_KEY) -> list[Path]:
     """Return the files whose weights `load_model` loads, in the order of their names."""
     return repository.find_weights(find(name, key), f"{key}={name}")
 
@@ -115,7 +115,7 @@ def find_weights(name: str, key: str = KEY) -> list[Path]:
 def load_model(
     kind: str,
     name: str,
-    key: str = KEY,
+    key: str = MODEL_KEY,
     say: Callable[[str], object] | None = None,
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
@@ -132,12 +132,12 @@ def load_model(
     if not source.gguf:
         load_config(name, key)  # its errors are told as its own
     transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
-    given = f"{key}={name}"
+    setting = f"{key}={name}"
     with (
         _quiet(source),
-        in_one_line(f"{given}: {kind} cannot load it"),
-        pickles_refused(given),
-        limited_by_files(source, given),
+        in_one_line(f"{setting}: {kind} cannot load it"),
+        pickles_refused(setting),
+        limited_by_files(source, setting),
     ):
         model, report = getattr(transformers, kind).from_pretrained(
             source.folder,
@@ -152,11 +152,11 @@ def load_model(
     model.config._name_or_path = model.name_or_path = name.partition("@")[0]
     model.config._commit_hash = source.revision
     model.digest = digest_config(model.config)
-    model.new_modules = check_loaded(model, kind, report, given, say)
+    model.new_modules = check_loaded(model, kind, report, setting, say)
     return model
 
 
-def load_tokenizer(name: str, key: str = KEY) -> Any:
+def load_tokenizer(name: str, key: str = MODEL_KEY) -> Any:
     """Return the tokenizer of a model, from the same files."""
     source = find(name, key)
     if (source.folder / "config.json").is_file():
@@ -169,7 +169,7 @@ def load_tokenizer(name: str, key: str = KEY) -> Any:
         return transformers.AutoTokenizer.from_pretrained(source.folder, **_place(source))
 
 
-def load_config(name: str, key: str = KEY, **options: Any) -> Any:
+def load_config(name: str, key: str = MODEL_KEY, **options: Any) -> Any:
     """Return the config of a model, with `options` in it."""
     source = find(name, key)
     transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
@@ -227,20 +227,20 @@ def _unpacked(source: ModelFiles) -> Path:
 
 
 def _unpack(source: ModelFiles, key: str) -> None:
-    place = _unpacked(source)
-    print(f"unpacking {source.name} into {place}", file=sys.stderr)
+    target = _unpacked(source)
+    print(f"unpacking {source.name} into {target}", file=sys.stderr)
     model: Any = load_model("AutoModelForCausalLM", source.name, key)
     tokenizer = load_tokenizer(source.name, key)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".unpacking") as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking") as folder:
             with _quiet(source):
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-            os.rename(folder, place)
+            os.rename(folder, target)
             Path(folder).mkdir()  # the context removes it
     except OSError as error:
-        if not place.is_dir():  # else another run was faster
+        if not target.is_dir():  # else another run was faster
             raise ConfigError(
                 f"{key}={source.name}: cannot be unpacked ({error}); make room"
             ) from None
@@ -260,8 +260,8 @@ def _quiet(source: ModelFiles) -> Iterator[None]:
 
 
 def _place(source: ModelFiles) -> dict[str, Any]:
-    place = {"local_files_only": True, "trust_remote_code": False}
-    return place | {"gguf_file": source.gguf} if source.gguf else place
+    options = {"local_files_only": True, "trust_remote_code": False}
+    return options | {"gguf_file": source.gguf} if source.gguf else options
 
 
 def _make_ordinary(model: Any) -> None:

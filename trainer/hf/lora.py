@@ -58,8 +58,8 @@ def adapt(
         modules_to_save=heads or None,
         revision=getattr(getattr(model, "config", None), "_commit_hash", None),
     )
-    given = f"{key}: peft cannot adapt {type(model).__name__}"
-    with warnings.catch_warnings(), in_one_line(given):
+    problem = f"{key}: peft cannot adapt {type(model).__name__}"
+    with warnings.catch_warnings(), in_one_line(problem):
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 warns peft 0.21
         warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # peft sets it for GPT-2
         adapted = peft.get_peft_model(model, config)
@@ -103,42 +103,42 @@ def _targets(
         left_out += [name for name in linear for head in heads if _ends(name, head)]
         if getattr(getattr(model, "config", None), "model_type", None) in MAMBAS:
             left_out += [name for name in linear if _ends(name, "out_proj")]
-        found = [name for name in linear if name not in left_out and not _is_in(name, heads)]
-        if not found:
+        layer_names = [name for name in linear if name not in left_out and not _is_in(name, heads)]
+        if not layer_names:
             raise ConfigError(f"""{key}: {type(model).__name__} has no linear layer to adapt; name
                 other layers by targets, or train all weights""")
-        _check_experts(model, found, key)
-        return found
+        _check_experts(model, layer_names, key)
+        return layer_names
     names = _names(model)
-    found = []
+    layer_names = []
     if isinstance(targets, str):
         try:
-            found = [name for name in names if re.fullmatch(targets, name)]
+            layer_names = [name for name in names if re.fullmatch(targets, name)]
         except re.error as error:
             raise ConfigError(f"{key}: targets={targets} must be a pattern ({error})") from None
         targets = [targets]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    found = found or _find_named(model, targets, known, key)
-    for name in found:
+    suggestions = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    layer_names = layer_names or _find_named(model, targets, suggestions, key)
+    for name in layer_names:
         layer = model.get_submodule(name)
         if not isinstance(layer, ADAPTED) and type(layer).__name__ != "Conv1D":
             raise ConfigError(f"""{key}: targets has {name}, a {type(layer).__name__}, which LoRA
-                cannot adapt; name layers with a matrix, such as {", ".join(known)}""")
-    return found
+                cannot adapt; name layers with a matrix, such as {", ".join(suggestions)}""")
+    return layer_names
 
 
 def _find_named(
-    model: nn.Module, targets: Sequence[str], known: Sequence[str], key: str
+    model: nn.Module, targets: Sequence[str], suggestions: Sequence[str], key: str
 ) -> list[str]:
     """Return the whole names of the layers whose names end with one of `targets`."""
-    shown = ", ".join(known)
+    shown = ", ".join(suggestions)
     if not targets:
         raise ConfigError(f"""{key}: targets=[] names no layer; name some of {shown},
             or set {ALL_LINEAR}""")
     names = _names(model)
     for target in targets:
         if not any(_ends(name, target) for name in names):
-            close = did_you_mean(target, known) or f"; choose among {shown}"
+            close = did_you_mean(target, suggestions) or f"; choose among {shown}"
             kind = type(model).__name__
             raise ConfigError(f"{key}: targets={target} matches no layer of {kind}{close}")
     return [name for name in names if any(_ends(name, target) for target in targets)]
@@ -168,7 +168,7 @@ def _is_in(name: str, heads: Sequence[str]) -> bool:
 
 
 @contextmanager
-def in_one_line(given: str) -> Iterator[None]:
+def in_one_line(problem: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, RunError):
@@ -176,4 +176,4 @@ def in_one_line(given: str) -> Iterator[None]:
     except (MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
-        raise ConfigError(f"{given} ({type(error).__name__}: {one_line(error)})") from error
+        raise ConfigError(f"{problem} ({type(error).__name__}: {one_line(error)})") from error

@@ -32,16 +32,16 @@ class ImageFolder(torch.utils.data.Dataset):
         except ModuleNotFoundError:
             raise ConfigError(f"task.options.data={folder}: needs Pillow; pip install it") from None
         self.transform = transform
-        found: dict[int, dict[Path, int]] = {number: {} for number in range(len(classes))}
+        sizes_by_class: dict[int, dict[Path, int]] = {label: {} for label in range(len(classes))}
         every = ((n, path) for n, name in enumerate(classes) for path in (folder / name).rglob("*"))
-        for number, path in watched(every, f"reading {folder}", "files"):
+        for label, path in watched(every, f"reading {folder}", "files"):
             if path.suffix.lower() in ENDINGS and path.is_file():
-                found[number][path] = path.stat().st_size
+                sizes_by_class[label][path] = path.stat().st_size
         self.files = []
-        for (number, sizes), name in zip(found.items(), classes, strict=True):
+        for (label, sizes), name in zip(sizes_by_class.items(), classes, strict=True):
             if not sizes:
                 raise ConfigError(f"task.options.data: {folder / name} has no image; add one")
-            self.files += [(path, number) for path in sorted(sizes)]
+            self.files += [(path, label) for path in sorted(sizes)]
         others = {path.name for path in folder.iterdir() if path.is_dir()} - {*classes}
         if others:
             raise ConfigError(f"""task.options.data: {folder / min(others)} is a class that
@@ -50,8 +50,8 @@ class ImageFolder(torch.utils.data.Dataset):
         by = home if home == "torchvision" else getattr(transform, "by", "the task")
         own = [getattr(transform, "digest", "")]  # other pixels: resuming is refused
         facts = [
-            (path.relative_to(folder).as_posix(), found[number][path])
-            for path, number in self.files
+            (path.relative_to(folder).as_posix(), sizes_by_class[label][path])
+            for path, label in self.files
         ]
         self.digest = hashlib.sha256(repr((by, *filter(None, own), facts)).encode()).hexdigest()
         self.source = f"{len(self.files):,} images in {folder}, scaled by {by}"
@@ -131,9 +131,9 @@ def draw_shapes(count: int, size: int, is_train: bool) -> ResidentDataset:
     back = torch.where(is_light, dark, light)
     radius, at_x, at_y, turn = torch.rand(4, count, 1, 1, generator=random)
     radius = 0.2 + 0.15 * radius
-    place = (torch.arange(size) + 0.5) / size
-    x = place.view(1, 1, size) - (radius + at_x * (1 - 2 * radius))
-    y = place.view(1, size, 1) - (radius + at_y * (1 - 2 * radius))
+    pixel_centres = (torch.arange(size) + 0.5) / size
+    x = pixel_centres.view(1, 1, size) - (radius + at_x * (1 - 2 * radius))
+    y = pixel_centres.view(1, size, 1) - (radius + at_y * (1 - 2 * radius))
     angle = torch.atan2(y, x) + turn * 2 * math.pi
     corners = torch.tensor([math.inf, 4.0, 3.0])[labels].view(-1, 1, 1)
     wedge = 2 * math.pi / corners

@@ -82,9 +82,9 @@ def _continue(model: Any, call: PipelineCall, count: int) -> dict[str, Any]:
     named = {"max_new_tokens": count, "do_sample": False, "num_beams": 1}
     named |= {"return_dict_in_generate": True, "output_scores": True}
     mask = torch.ones_like(prompt)
-    found = model.generate(input_ids=prompt, attention_mask=mask, **named)
-    scores = torch.cat(found.scores).float()
-    return {"tokens": found.sequences[0].tolist(), "scores": scores, "count": count}
+    generated = model.generate(input_ids=prompt, attention_mask=mask, **named)
+    scores = torch.cat(generated.scores).float()
+    return {"tokens": generated.sequences[0].tolist(), "scores": scores, "count": count}
 
 
 def _classify(model: Any, call: PipelineCall) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def _check_answer(pipe: Any, call: Mapping[str, Any]) -> str:
     named = {"do_sample": False, "num_beams": 1, "return_tensors": True, **call["options"]}
 
     def ask(count: int) -> list[int]:
-        (found,) = pipe(call["argument"], max_new_tokens=count, **named)
-        return [int(token) for token in found["generated_token_ids"]]
+        (answer,) = pipe(call["argument"], max_new_tokens=count, **named)
+        return [int(token) for token in answer["generated_token_ids"]]
 
     start = call["inputs"]["input_ids"].shape[1]
     tokens, wanted = ask(call["count"]), call["tokens"]
@@ -181,8 +181,8 @@ def _check_classes(pipe: Any, call: Mapping[str, Any]) -> str:
         far = apart(call["inputs"]["pixel_values"].float(), pixels.float())
         if not far <= limit:
             return f"reads other pixels than the run: {far:.1e} of the largest apart"
-    found = pipe(argument, top_k=len(call["names"]), **options)
-    values = {str(each["label"]): float(each["score"]) for each in found}
+    classes = pipe(argument, top_k=len(call["names"]), **options)
+    values = {str(each["label"]): float(each["score"]) for each in classes}
     if {*values} != {*call["names"]}:
         return f"answers {', '.join(sorted(values)[:3])}, the run {', '.join(call['names'][:3])}"
     off = (torch.tensor([values[name] for name in call["names"]]) - call["values"]).abs()

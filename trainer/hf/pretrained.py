@@ -34,7 +34,7 @@ from trainer.hf.classes import (
 from trainer.hf.reload import outputs_of
 
 MOST_OF_OUTPUTS = 2**28  # bytes to compare: one example's logits may have hundreds of MB
-GROUPS = ("run.", "data.", "optim.", "schedule.", "strategy.", "task.")  # of settings to show
+SHOWN_GROUPS = ("run.", "data.", "optim.", "schedule.", "strategy.", "task.")  # of settings to show
 OF_THE_PLACE = ("run.dir", "run.name", "run.resume", "run.init_from")
 IS_IN_MODELS = ("license", "license_name", "license_link")  # of the base's card
 
@@ -54,8 +54,8 @@ class Pretrained:
         assert inner is not None
         prepare = getattr(model, "pretrained_inputs", None) if inner is not model else None
 
-        def first(number: int) -> Any:
-            some = first_rows(inputs, number)
+        def first(count: int) -> Any:
+            some = first_rows(inputs, count)
             own = prepare(some) if prepare else some
             return dict(own) if isinstance(own, Mapping) else own
 
@@ -139,8 +139,8 @@ class Pretrained:
 
 def _own_memory(model: Any) -> dict[str, torch.Tensor]:
     """Return the state of a model, contiguous, with copies of tensors that share memory untold."""
-    known = getattr(model, "all_tied_weights_keys", None) or {}
-    tied = {*known, *known.values()}
+    tied_keys = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*tied_keys, *tied_keys.values()}
     first: dict[Any, str] = {}
     state = dict(model.state_dict())
     for name, tensor in state.items():
@@ -180,7 +180,9 @@ def write_card(
     lines.append("\n".join(["## Data\n", *_describe_data(origin["data"])]))
     if origin["proof"]:
         lines.append("\n".join(["## Proof\n", *(f"- {visible(each)}" for each in origin["proof"])]))
-    shown = {n: v for n, v in origin["config"].items() if n.startswith(GROUPS) and v is not None}
+    shown = {
+        n: v for n, v in origin["config"].items() if n.startswith(SHOWN_GROUPS) and v is not None
+    }
     settings = [f"{n}={json.dumps(v)}" for n, v in shown.items() if n not in OF_THE_PLACE]
     lines.append("## Settings\n\n```\n" + "\n".join(map(visible, settings)) + "\n```")
     return _head(facts, weights) + "\n\n".join(lines) + "\n"
@@ -216,10 +218,10 @@ def _snippet(facts: Mapping[str, Any]) -> str:
     """Return the code that loads the model as it was loaded for the comparison."""
     options = "".join(f", {name}={value!r}" for name, value in facts["options"].items())
     name = facts["class"]
-    place = repr(facts["base"]) if facts["is_adapter"] else '"FOLDER"'
+    source = repr(facts["base"]) if facts["is_adapter"] else '"FOLDER"'
     lines = [f"from {facts['library']} import {name}"]
     lines += ["from peft import PeftModel"] * facts["is_adapter"]
-    lines += ["", f"model = {name}.from_pretrained({place}{options})"]
+    lines += ["", f"model = {name}.from_pretrained({source}{options})"]
     lines += ['model = PeftModel.from_pretrained(model, "FOLDER")'] * facts["is_adapter"]
     return "\n".join(lines)
 

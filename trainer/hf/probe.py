@@ -15,12 +15,12 @@ from trainer.hf import loading
 from trainer.hf.causal import LanguageModel, check_finite
 
 CONTEXT = "task.options.context"
-TOKENS = 24  # of a row that is tried: a third is one sequence, half another, the rest padding
-ROWS = 100  # of the data, which show the control tokens that a template writes
-FEW = 4  # tokens that show which logits a model returns; those of a context of 8 are not fewer
+TRIED_TOKENS = 24  # of a row that is tried: a third is one sequence, half another, the rest padding
+SAMPLED_ROWS = 100  # of the data, which show the control tokens that a template writes
+FEW_TOKENS = 4  # that show which logits a model returns; those of a context of 8 are not fewer
 SEEN = 1e-6  # of the spread of states; what a mask hides adds an exact 0
 GROUPED = 8  # times the rounding of a row whose tokens stay: experts compute those of all rows
-CLOSE = 1e-3  # the same in other shapes, as a part of the spread
+CLOSE_IN_32_BITS = 1e-3  # the same in other shapes, as a part of the spread
 CLOSE_IN_16_BITS = 0.1
 
 
@@ -32,7 +32,7 @@ def most_positions(model: LanguageModel) -> tuple[int | None, str]:
     """
     config = model.base.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
-    found: list[tuple[int, str]] = []
+    limits: list[tuple[int, str]] = []
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         kind = str(each.get("rope_type"))
@@ -40,10 +40,10 @@ def most_positions(model: LanguageModel) -> tuple[int | None, str]:
         if begin and (kind == "longrope" or "dynamic" in kind):
             why = f"""its rope ({kind}) changes with the longest row of a micro-batch from there on,
                 so what is learned would depend on the layout"""
-            found.append((begin, why))
+            limits.append((begin, why))
     if most and any(most <= size <= most + 2 for size in _tables(model.base)):
-        found.append((most, "it has no other positions"))
-    return min(found, default=(None, ""))
+        limits.append((most, "it has no other positions"))
+    return min(limits, default=(None, ""))
 
 
 def _tables(model: Any) -> list[int]:
@@ -68,16 +68,18 @@ def check_tokens(name: str, tokenizer: Any, data: Any) -> None:
     A special token that no row has may lack one, as that of images in Gemma 3 of 1B.
     """
     size = getattr(loading.load_config(name).get_text_config(), "vocab_size", None)
-    special = {number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
+    special = {
+        token_id for token_id, each in tokenizer.added_tokens_decoder.items() if each.special
+    }
     used = {*tokenizer.get_vocab().values()} - special - {*tokenizer.all_special_ids}
     used |= {-1 if data.stop is None else data.stop}
-    for row in (data[i] for i in range(min(ROWS, len(data)))):
+    for row in (data[i] for i in range(min(SAMPLED_ROWS, len(data)))):
         used |= {int(values.max()) for values in row.values()}
     if size is not None and (most := max(used)) >= size:
         token = tokenizer.convert_ids_to_tokens(most)
-        raise ConfigError(f"""{loading.KEY}={name}: its tokenizer has {len(tokenizer)} tokens and
-            the model {size} embeddings, none for {token} ({most}); take the model's own tokenizer,
-            or save the model after resize_token_embeddings({len(tokenizer)})""")
+        raise ConfigError(f"""{loading.MODEL_KEY}={name}: its tokenizer has {len(tokenizer)} tokens
+            and the model {size} embeddings, none for {token} ({most}); take the model's own
+            tokenizer, or save the model after resize_token_embeddings({len(tokenizer)})""")
 
 
 @torch.no_grad()
@@ -94,7 +96,7 @@ def check_rows(model: LanguageModel, key: str, is_packed: bool, context: int | N
         return
     was_training = model.training
     model.positions, _ = most_positions(model)
-    rows = _Rows(model, min(TOKENS, context or TOKENS, model.positions or TOKENS))
+    rows = _Rows(model, min(TRIED_TOKENS, context or TRIED_TOKENS, model.positions or TRIED_TOKENS))
     model.is_trimmed = not rows.have_wide_draws()
     model.eval()
     model.has_plain_logits = rows.have_plain_logits()
@@ -148,7 +150,9 @@ class _Rows:
     def _part_of_spread(self, one: torch.Tensor, other: torch.Tensor) -> float:
         """Return how much of what rounding may do differs."""
         is_wide = next(self.model.parameters()).dtype.itemsize >= 4
-        return _part(_far(one, other), (CLOSE if is_wide else CLOSE_IN_16_BITS) * _spread(one))
+        return _part(
+            _far(one, other), (CLOSE_IN_32_BITS if is_wide else CLOSE_IN_16_BITS) * _spread(one)
+        )
 
     def _rounding(self) -> float:
         """Return by how much a row differs if only the row beside it changes."""
@@ -165,38 +169,40 @@ class _Rows:
         """
         seen: list[torch.Tensor] = []
 
-        def cut(_: Any, given: Any) -> Any:
-            seen.append(given[0])
-            return given[0][:, :1], *given[1:]
+        def cut(_: Any, inputs: Any) -> Any:
+            seen.append(inputs[0])
+            return inputs[0][:, :1], *inputs[1:]
 
         head = self.model.base.get_output_embeddings()
         hook = head.register_forward_pre_hook(cut)
         try:
-            made = self.model.model(input_ids=tokens, use_cache=use_cache, **more).logits
+            logits = self.model.model(input_ids=tokens, use_cache=use_cache, **more).logits
         finally:
             hook.remove()
-        found = seen[0] if seen else made
-        return found if found.dtype == torch.float64 else found.float()
+        states = seen[0] if seen else logits
+        return states if states.dtype == torch.float64 else states.float()
 
     def have_plain_logits(self) -> bool:
         """Return True if the logits are what the output layer returns for the last hidden states.
 
         It returns known numbers here: its own may be too small to show a soft cap, or all 0.
         """
-        given = {"input_ids": self.tokens[:, :FEW], "use_cache": False}
-        given["position_ids"] = self.places[:, :FEW]
+        arguments = {"input_ids": self.tokens[:, :FEW_TOKENS], "use_cache": False}
+        arguments["position_ids"] = self.places[:, :FEW_TOKENS]
         seen: list[torch.Tensor] = []
 
-        def answer(_: Any, inputs: Any, made: torch.Tensor) -> torch.Tensor:
-            seen.extend((inputs[0], torch.linspace(-99, 99, made.numel()).view_as(made).to(made)))
+        def answer(_: Any, inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
+            seen.extend(
+                (inputs[0], torch.linspace(-99, 99, outputs.numel()).view_as(outputs).to(outputs))
+            )
             return seen[1]
 
         hook = self.model.base.get_output_embeddings().register_forward_hook(answer)
         try:
-            logits = self.model.model(**given).logits
+            logits = self.model.model(**arguments).logits
         finally:
             hook.remove()
-        hidden = getattr(self.model.base.base_model(**given), "last_hidden_state", None)
+        hidden = getattr(self.model.base.base_model(**arguments), "last_hidden_state", None)
         if not seen or hidden is None:  # Llama 4's base model is the whole one
             return False
         return _is_same(seen[0], hidden) and _is_same(logits, seen[1])
@@ -206,10 +212,10 @@ class _Rows:
         a cache of their own, or none."""
         from transformers import DynamicCache
 
-        tokens = self.tokens[:, :FEW]
+        tokens = self.tokens[:, :FEW_TOKENS]
         try:
             cache = DynamicCache(config=self.model.base.config)
-            both = tokens.split((FEW - 1, 1), 1)
+            both = tokens.split((FEW_TOKENS - 1, 1), 1)
             parts = [self._states(each, True, past_key_values=cache) for each in both]
         except Exception:  # of a model that cannot take it
             return False
@@ -226,8 +232,8 @@ class _Rows:
         draws = ExampleRng(0, self.tokens.device, is_by_example=True)
         self.model.train()
         with torch.random.fork_rng(devices=[]):
-            found = draws.watch(lambda: self.model.base.base_model(**inputs), 2)
-        return any(self.tokens.shape[1] in sizes[2:] for _, sizes in found)
+            drawn = draws.watch(lambda: self.model.base.base_model(**inputs), 2)
+        return any(self.tokens.shape[1] in sizes[2:] for _, sizes in drawn)
 
 
 def _spread(states: torch.Tensor) -> float:
@@ -239,8 +245,8 @@ def _far(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one - other).square().mean(-1).sqrt()
 
 
-def _part(found: torch.Tensor, allowed: float) -> float:
-    most = float(found.max())
+def _part(differences: torch.Tensor, allowed: float) -> float:
+    most = float(differences.max())
     return most / allowed if allowed else most
 
 

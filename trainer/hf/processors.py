@@ -13,15 +13,15 @@ from trainer.hf.hub import import_packages
 from trainer.hf.lora import in_one_line
 from trainer.hf.pictures import MEAN, SHARE_SHOWN, STD
 
-FILES = ("preprocessor_config.json", "processor_config.json")
-SIZES = ("size", "crop_size", "pad_size")
-SHAPES = ((48, 32), (32, 48), (40, 40))  # width and height of the pictures that are tried
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+SIZE_FIELDS = ("size", "crop_size", "pad_size")
+TRIED_SHAPES = ((48, 32), (32, 48), (40, 40))  # width and height of the pictures that are tried
 COLOURS = 8  # that are drawn to compare
 BILINEAR = 2
-TOLERANCE = 1e-5  # of values, relative to the largest
+COLOUR_TOLERANCE = 1e-5  # of values, relative to the largest
 
 
-def load_processor(name: str, size: int, key: str = loading.KEY) -> Any:
+def load_processor(name: str, size: int, key: str = loading.MODEL_KEY) -> Any:
     """Return the processor of a model, which makes pictures of `size`; without one in its files, a
     new one with the mean and the deviation of ImageNet.
 
@@ -30,7 +30,7 @@ def load_processor(name: str, size: int, key: str = loading.KEY) -> Any:
     transformers = import_packages("transformers")
     folder = loading.find(name, key).folder
     with quiet_transformers(), in_one_line(f"{key}={name}: has no image processor to load"):
-        if not any((folder / file).is_file() for file in FILES):
+        if not any((folder / file).is_file() for file in PROCESSOR_FILES):
             return transformers.CLIPImageProcessor(
                 size={"shortest_edge": round(size / SHARE_SHOWN)},
                 crop_size={"height": size, "width": size},
@@ -56,7 +56,7 @@ def _sides(processor: Any) -> set[int]:
     from PIL import Image
 
     sides: set[int] = set()
-    for shape in SHAPES:
+    for shape in TRIED_SHAPES:
         sides |= {*prepare(Image.new("RGB", shape), processor).shape[1:]}
     return sides
 
@@ -64,7 +64,7 @@ def _sides(processor: Any) -> set[int]:
 def _scale(processor: Any, factor: float) -> Any:
     """Return a processor whose sizes are `factor` times as large."""
     values = processor.to_dict()
-    for name in SIZES:
+    for name in SIZE_FIELDS:
         if isinstance(sizes := values.get(name), dict):
             values[name] = {side: round(n * factor) for side, n in sizes.items() if n}
     return type(processor).from_dict(values)
@@ -90,7 +90,7 @@ class Processed:
 
 
 def find_values(
-    processor: Any, key: str = loading.KEY
+    processor: Any, key: str = loading.MODEL_KEY
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Return how a processor makes values of a picture's, from 0 to 255: the channel that each of
     the model's is taken from, its factor and what is added, (3, 1, 1).
@@ -100,7 +100,7 @@ def find_values(
     from PIL import Image
 
     def of(colour: list[int]) -> torch.Tensor:
-        pixels = prepare(Image.new("RGB", SHAPES[-1], tuple(colour)), processor)
+        pixels = prepare(Image.new("RGB", TRIED_SHAPES[-1], tuple(colour)), processor)
         height, width = pixels.shape[1:]
         return pixels[:, height // 2, width // 2].double()
 
@@ -111,7 +111,7 @@ def find_values(
     for colour in torch.randint(256, (COLOURS, 3), generator=torch.Generator().manual_seed(0)):
         wanted = of(colour.tolist())
         far = (colour[order] * factors + added - wanted).abs().max() / wanted.abs().max()
-        if not far <= TOLERANCE:
+        if not far <= COLOUR_TOLERANCE:
             raise ConfigError(f"""{key}: its {type(processor).__name__} changes pictures by more
                 than a factor for each channel, as training would have to; take another model""")
     shape = (3, 1, 1)

@@ -24,8 +24,8 @@ class ReferenceValues:
     """A file of values, an array of `shape`, for data and a model by their digests."""
 
     def __init__(self, digests: Sequence[str], shape: tuple[int, ...]):
-        made = (*digests, transformers.__version__)
-        name = hashlib.sha256(repr(made).encode()).hexdigest()[:40]
+        facts = (*digests, transformers.__version__)
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
         self.path: Path = default_folder().expanduser() / "reference" / f"{name}.npy"
         self._shape = shape
 
@@ -66,8 +66,8 @@ def compute(
 
     `unit` says how much one of them is, as progress is told.
     """
-    found = [
+    outputs = [
         model(**copy_aside(each, device)).double().cpu()
         for each in watched(inputs, "computing the reference", unit)
     ]
-    return torch.cat(found).numpy()
+    return torch.cat(outputs).numpy()

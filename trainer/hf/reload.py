@@ -25,8 +25,8 @@ from trainer.core.process.torch_flags import resolve_vector_functions
 from trainer.core.same.distance import apart
 from trainer.hf.pipelines import check_calls
 
-FACTS = "lockstep.json"  # in the folder: what loads it, and which files were written
-GIVEN = "given.pt"  # in CHECK
+FOLDER_FACTS = "lockstep.json"  # in the folder: what loads it, and which files were written
+REFERENCE_FILE = "given.pt"  # in CHECK
 ANSWER = "answer.json"
 
 
@@ -37,7 +37,7 @@ def outputs_of(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     if isinstance(returned, torch.Tensor):
         returned = {"outputs": returned}
     elif isinstance(returned, (tuple, list)):
-        returned = {f"outputs {number}": each for number, each in enumerate(returned)}
+        returned = {f"outputs {index}": each for index, each in enumerate(returned)}
     tensors = {n: t for n, t in returned.items() if isinstance(t, torch.Tensor)}
     return {name: t.detach().cpu() for name, t in tensors.items() if t.is_floating_point()}
 
@@ -57,12 +57,12 @@ def load(folder: str, facts: Mapping[str, Any]) -> nn.Module:
     kind = getattr(transformers, facts["class"])
     options = {**facts["options"], "local_files_only": True, "trust_remote_code": False}
     base = facts["base"] if facts["is_adapter"] else folder
-    model, found = kind.from_pretrained(base, output_loading_info=True, **options)
+    model, report = kind.from_pretrained(base, output_loading_info=True, **options)
     if facts["is_adapter"]:
         from peft import PeftModel
 
         return PeftModel.from_pretrained(model, folder).eval()
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"the folder has no {', '.join(missing[:4])}")
     return model.eval()
@@ -84,27 +84,29 @@ def check_tokens(folder: str, expected: Mapping[str, Any]) -> None:
         raise ValueError("the tokenizer of the folder has another chat template")
 
 
-def compare(folder: str, given: Mapping[str, Any]) -> dict[str, float]:
+def compare(folder: str, reference: Mapping[str, Any]) -> dict[str, float]:
     """Return how far each output is from the given one; 0 for equal bits."""
-    facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
-    check_tokens(folder, given["expected"])
-    found = outputs_of(load(folder, facts), given["inputs"])
-    if found.keys() != given["outputs"].keys():
-        raise ValueError(f"it returns {', '.join(found)}, and not {', '.join(given['outputs'])}")
-    pairs = {name: (wanted, found[name]) for name, wanted in given["outputs"].items()}
+    facts = json.loads(Path(folder, FOLDER_FACTS).read_text(encoding="utf-8"))
+    check_tokens(folder, reference["expected"])
+    outputs = outputs_of(load(folder, facts), reference["inputs"])
+    if outputs.keys() != reference["outputs"].keys():
+        raise ValueError(
+            f"it returns {', '.join(outputs)}, and not {', '.join(reference['outputs'])}"
+        )
+    pairs = {name: (wanted, outputs[name]) for name, wanted in reference["outputs"].items()}
     return {n: 0.0 if torch.equal(*pair) else apart(*pair) or 1e-30 for n, pair in pairs.items()}
 
 
 def main(folder: str, check: str) -> None:
     end_with_parent()
     resolve_vector_functions()
-    given = torch.load(Path(check, GIVEN), weights_only=True)
-    torch.set_num_threads(given["threads"])
+    reference = torch.load(Path(check, REFERENCE_FILE), weights_only=True)
+    torch.set_num_threads(reference["threads"])
     try:
-        distances = compare(folder, given)
+        distances = compare(folder, reference)
         answer: dict[str, Any] = {
             "apart": distances,
-            "differs": check_calls(folder, given["calls"]),
+            "differs": check_calls(folder, reference["calls"]),
         }
     except Exception as error:  # libraries raise many types
         answer = {"error": f"{type(error).__name__}: {one_line(error)}"}

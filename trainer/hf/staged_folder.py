@@ -20,28 +20,28 @@ from pathlib import Path
 from trainer.core.checkpoints.disk import sync_directory
 from trainer.core.errors import ConfigError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PROBE = 2**20  # bytes
-TRIES = 100  # to lock a folder that other processes remove
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROBE_BYTES = 2**20
+LOCK_TRIES = 100  # to lock a folder that other processes remove
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
 
 
 @contextmanager
-def open_scratch(place: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `place` and remove it afterwards, with parents it has needed.
+def open_scratch(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` and remove it afterwards, with parents it has needed.
 
     What a killed process has left there for the same place is removed first. Raises ConfigError if
     another process writes there now.
     """
-    missing = [each for each in place.absolute().parents if not each.exists()]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch_of(place)
+    missing = [each for each in target.absolute().parents if not each.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch_of(target)
     lock = -1
     try:
-        lock = _lock(scratch, place)
-        if (old := scratch / "old").exists() and not os.path.lexists(place):
-            old.rename(place)  # a process was killed between two renames
+        lock = _lock(scratch, target)
+        if (old := scratch / "old").exists() and not os.path.lexists(target):
+            old.rename(target)  # a process was killed between two renames
         for left in scratch.iterdir():
             _remove(left)
         yield scratch
@@ -54,15 +54,15 @@ def open_scratch(place: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def _scratch_of(place: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(place.name)).hexdigest()[:12]
-    return place.parent / f".export-{name}"
+def _scratch_of(target: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:12]
+    return target.parent / f".export-{name}"
 
 
-def _lock(scratch: Path, place: Path) -> int:
+def _lock(scratch: Path, target: Path) -> int:
     """Create a folder and lock it, as long as the descriptor that is returned is open."""
-    taken = ConfigError(f"{place}: another process writes it; wait for its end")
-    for _ in range(TRIES):
+    taken = ConfigError(f"{target}: another process writes it; wait for its end")
+    for _ in range(LOCK_TRIES):
         with suppress(FileExistsError):
             scratch.mkdir(0o700)
         lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -103,18 +103,18 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def publish(scratch: Path, new: Path, place: Path) -> None:
+def publish(scratch: Path, new: Path, target: Path) -> None:
     """Put the folder `new` into its place. A folder that is there comes into `scratch`."""
-    if not os.path.lexists(place):
-        new.rename(place)
-    elif not _exchange(new, place):
-        place.rename(scratch / "old")
+    if not os.path.lexists(target):
+        new.rename(target)
+    elif not _exchange(new, target):
+        target.rename(scratch / "old")
         try:
-            new.rename(place)
+            new.rename(target)
         except BaseException:
-            (scratch / "old").rename(place)
+            (scratch / "old").rename(target)
             raise
-    sync_directory(place.parent)
+    sync_directory(target.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -140,19 +140,19 @@ def why_full(error: BaseException, folder: Path) -> str:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     for each in causes:
-        for code in FULL:
+        for code in FULL_DISK_ERRORS:
             text = os.strerror(code)
             if getattr(each, "errno", None) == code or text in str(each):
                 return text
     probe = folder / "probe"
     try:
         with open(probe, "wb", buffering=0) as file:
-            rest = PROBE
+            rest = PROBE_BYTES
             while rest > 0:
                 rest -= file.write(bytes(rest))
             os.fsync(file.fileno())
     except OSError as failed:
-        return os.strerror(failed.errno) if failed.errno in FULL else ""
+        return os.strerror(failed.errno) if failed.errno in FULL_DISK_ERRORS else ""
     finally:
         _remove(probe)
     return ""

@@ -37,7 +37,7 @@ def named_classes(names: Sequence[str]) -> dict[str, Any]:
     """Return settings of a config for a classifier, which pipelines read: one class of several."""
     return {
         "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
         "problem_type": "single_label_classification",
     }
 

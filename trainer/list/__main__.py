@@ -31,7 +31,7 @@ HELP = """usage: python -m trainer.list [tasks|recipes|strategies|runs] [run.dir
 
 Exit codes: 0 listed, 2 invalid arguments."""
 MOST_RUNS = 40
-DEPTH = 2  # folders between an address and its runs: <task>/<name>
+RUN_DEPTH = 2  # folders between an address and its runs: <task>/<name>
 DIR = "run.dir="
 Rows = list[list[str]]
 
@@ -41,22 +41,22 @@ def main(arguments: Sequence[str]) -> int:
     far = [word for word in words if is_address(word) and "=" not in word.partition("://")[0]]
     words = [word for word in words if word not in far]
     overrides = [word for word in words if "=" in word] + [f"{DIR}{word}" for word in far]
-    kinds = [word for word in words if "=" not in word] or (["runs"] if far else [*KINDS])
+    kinds = [word for word in words if "=" not in word] or (["runs"] if far else [*LISTED_KINDS])
     for kind in kinds:
-        if kind not in KINDS:
-            near = suggest(kind, KINDS)
-            raise ConfigError(f"{kind}: must be one of {', '.join(KINDS)}{near}")
+        if kind not in LISTED_KINDS:
+            near = suggest(kind, LISTED_KINDS)
+            raise ConfigError(f"{kind}: must be one of {', '.join(LISTED_KINDS)}{near}")
     facts: dict[str, Any] = {}
     tables = []
     for kind in kinds:
-        columns, find = KINDS[kind]
+        columns, find = LISTED_KINDS[kind]
         rows = find(overrides, config_dirs)
         facts[kind] = [dict(zip(columns, row, strict=True)) for row in rows]
         tables.append((kind, columns, rows))
 
     def show() -> None:
-        for number, (kind, columns, rows) in enumerate(tables):
-            print("\n" * (number > 0), end="")
+        for table_index, (kind, columns, rows) in enumerate(tables):
+            print("\n" * (table_index > 0), end="")
             if rows:
                 print_table((kind, *columns[1:]), rows)
             else:
@@ -107,10 +107,10 @@ def _list_runs(overrides: Sequence[str], config_dirs: Sequence[str]) -> Rows:
     others = [word for word in overrides if not word.startswith(DIR)]
     if others:
         raise ConfigError(f"{others[0]}: must be {DIR}<folder>, the only setting of list")
-    given = [word.removeprefix(DIR) for word in overrides]
-    place = given[-1] if given else load_config(task=Task).run.dir
+    folders = [word.removeprefix(DIR) for word in overrides]
+    folder = folders[-1] if folders else load_config(task=Task).run.dir
     rows = []
-    for name in _find_runs(place)[:MOST_RUNS]:
+    for name in _find_runs(folder)[:MOST_RUNS]:
         try:
             is_far = is_address(name)
             one = RunFiles.read(str(copy_of(name, has_checkpoints=False)) if is_far else name)
@@ -122,23 +122,25 @@ def _list_runs(overrides: Sequence[str], config_dirs: Sequence[str]) -> Rows:
     return rows
 
 
-def _find_runs(place: str) -> list[str]:
+def _find_runs(folder: str) -> list[str]:
     """Return the runs below a folder or an address, the newest first. Raises ConfigError."""
-    if not is_address(place):
-        check_path("run.dir", place)
-        if Path(place).exists() and not Path(place).is_dir():
-            raise ConfigError(f"{DIR}{place}: is not a directory; give the folder of the runs")
-        found = sorted(Path(place).glob(f"*/*/{CONFIG}"), key=lambda path: -path.stat().st_mtime)
-        return [str(path.parent) for path in found]
-    if problem := address_problem(f"{place}/run"):
-        raise ConfigError(f"{place}: {problem}; give another place")
+    if not is_address(folder):
+        check_path("run.dir", folder)
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"{DIR}{folder}: is not a directory; give the folder of the runs")
+        configs = sorted(Path(folder).glob(f"*/*/{CONFIG}"), key=lambda path: -path.stat().st_mtime)
+        return [str(path.parent) for path in configs]
+    if problem := address_problem(f"{folder}/run"):
+        raise ConfigError(f"{folder}: {problem}; give another place")
     try:
-        return [address for _, address in sorted(open_store(place).find_runs(DEPTH), reverse=True)]
+        return [
+            address for _, address in sorted(open_store(folder).find_runs(RUN_DEPTH), reverse=True)
+        ]
     except StoreError as error:
         raise ConfigError(f"{error}; check the address and the login") from None
 
 
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], Rows]]] = {
+LISTED_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], Rows]]] = {
     "tasks": (("name", "about"), _list_tasks),
     "recipes": (("name", "about", "reaches"), _list_recipes),
     "strategies": (("name", "about"), _list_strategies),

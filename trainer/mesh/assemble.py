@@ -65,7 +65,7 @@ class PartitionedModel:
     @property
     def _own(self) -> list[nn.Module]:
         """The blocks of this rank's stage."""
-        return [self._spec.blocks[number] for number in self.partition.own]
+        return [self._spec.blocks[block_number] for block_number in self.partition.own]
 
     def _fill(self, values: Values, units: Sequence[nn.Module]) -> None:
         """Fill this rank's parts with values, and shard them, a unit at a time. A collective."""

@@ -46,13 +46,13 @@ class Context(TorchFunctionMode):
         """
         shapes = [t.shape for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
         lengths = [shape[1] for shape in shapes if len(shape) > 1]
-        given = f"strategy.mesh.context={self.axis.size}"
+        setting = f"strategy.mesh.context={self.axis.size}"
         if not lengths:
-            raise ConfigError(f"""{given}:
+            raise ConfigError(f"""{setting}:
                 the model's inputs must have positions on their axis 1, and they have none""")
         self.length = lengths[0]
         if self.length % self.axis.size:
-            raise ConfigError(f"""{given}: must divide the {self.length} positions of a row;
+            raise ConfigError(f"""{setting}: must divide the {self.length} positions of a row;
                 pad the rows, or choose another size""")
 
         def part(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trainer.mesh.full_model import seeded
 from trainer.mesh.mesh_tensors import DividedTensors
 
 LEAST_OF_WEIGHTS = 1e-4  # relative: sums of 32 bits
-ALONE = (
+LOSS_ADVICE = (
     "compute each value from its own row and position (shift targets in split_batch), and read no"
     " parameters in loss"
 )
@@ -31,8 +31,8 @@ COMPARED = (  # the outputs, the loss, and its weight, of the divided model besi
         "the outputs of the divided model are {} from those of the whole",
         "check tensor_plan, and take positions as an input",
     ),
-    ("the loss of the divided model is {} from that of the whole", ALONE),
-    ("the weight of the loss of the divided model is {} from that of the whole", ALONE),
+    ("the loss of the divided model is {} from that of the whole", LOSS_ADVICE),
+    ("the weight of the loss of the divided model is {} from that of the whole", LOSS_ADVICE),
 )
 
 
@@ -62,7 +62,7 @@ def perturbed(tensors: DividedTensors) -> Iterator[nn.Module]:
     noise = torch.Generator().manual_seed(0)
     for parameter in whole.parameters():
         perturb(parameter.data, noise)
-    kept = {name: part.detach().clone() for name, part in tensors.parameters.items()}
+    weights_before = {name: part.detach().clone() for name, part in tensors.parameters.items()}
     read_into(tensors.shards(), ModelSource(whole))
     tensors.refresh()
     try:
@@ -70,7 +70,7 @@ def perturbed(tensors: DividedTensors) -> Iterator[nn.Module]:
     finally:
         with torch.no_grad():
             for name, part in tensors.parameters.items():
-                part.copy_(kept[name])
+                part.copy_(weights_before[name])
         tensors.refresh()
 
 
@@ -98,18 +98,18 @@ class DivisionCheck:
 
         A collective.
         """
-        found = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        distances = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         if self._mesh.has_loss:  # all ranks that call the loss, as it may have collectives
             with seeded(self._world.device), self._precision.autocast():
                 expected = call(self._whole, inputs)
                 if self._mesh.is_counted:
-                    found[0] = trees_apart(expected, outputs)
+                    distances[0] = trees_apart(expected, outputs)
                 sums = self._objective.sums(expected, targets)
             if self._mesh.is_counted:
-                found[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(SMALL)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+                distances[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(SMALL)
+        dist.all_reduce(distances, dist.ReduceOp.MAX)
         limits = (self._limit, self._limit, LEAST_OF_WEIGHTS)
-        for worst, most, (what, advice) in zip(found.tolist(), limits, COMPARED, strict=True):
+        for worst, most, (what, advice) in zip(distances.tolist(), limits, COMPARED, strict=True):
             if not worst <= most:
                 return f"{what.format(f'{worst:.1e}')}; {advice}"
         return ""
@@ -123,10 +123,12 @@ class DivisionCheck:
                 with self._precision.autocast():
                     total = self._objective.total(call(self._whole, inputs), targets)
                 root = self._precision.root(total, self._objective.scale)
-                found = torch.autograd.grad(total, list(named.values()), root, allow_unused=True)
+                own_gradients = torch.autograd.grad(
+                    total, list(named.values()), root, allow_unused=True
+                )
             if not (self._mesh["tensor"] or self._mesh["context"]):
-                made = zip(named, found, strict=True)
-                gradients |= {name: g.contiguous() for name, g in made if g is not None}
+                named_gradients = zip(named, own_gradients, strict=True)
+                gradients |= {name: g.contiguous() for name, g in named_gradients if g is not None}
         for gradient in gradients.values():
             dist.all_reduce(gradient)
         return gradients
@@ -144,8 +146,8 @@ class DivisionCheck:
         total = torch.stack(norms).norm()
         if not total.isfinite():  # the scale of fp16 may be too large at first
             return ""
-        found = torch.zeros(len(gradients), dtype=torch.float64, device=total.device)
-        for number, (name, whole) in enumerate(gradients.items()):
+        distances = torch.zeros(len(gradients), dtype=torch.float64, device=total.device)
+        for index, (name, whole) in enumerate(gradients.items()):
             part = tensors.parameters.get(name)
             if part is None or part.grad is None:
                 continue
@@ -153,13 +155,13 @@ class DivisionCheck:
             for box, offset in tensors.shard_of(part).holding(part.grad).boxes():
                 other = whole[slices(offset, box.shape)]
                 square += squares(box, other)[0]
-            least = torch.maximum(norms[number], limit * total).clamp_min(SMALL)
-            found[number] = (square.sqrt() / least).nan_to_num(float("inf"))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        worst = int(found.argmax())
-        if float(found[worst]) <= limit:
+            least = torch.maximum(norms[index], limit * total).clamp_min(SMALL)
+            distances[index] = (square.sqrt() / least).nan_to_num(float("inf"))
+        dist.all_reduce(distances, dist.ReduceOp.MAX)
+        worst = int(distances.argmax())
+        if float(distances[worst]) <= limit:
             return ""
         name = list(gradients)[worst]
-        what = f"the gradient of {name} in the divided model is {found[worst]:.1e}"
+        what = f"the gradient of {name} in the divided model is {distances[worst]:.1e}"
         advice = "check the tensor_plan of its layer and of those after it, and its hooks"
         return f"{what} from that of the whole; {advice}"

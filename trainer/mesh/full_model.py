@@ -62,12 +62,12 @@ def copy_modules(model: nn.Module) -> nn.Module:
 
     Its tensors can be replaced; FSDP's own must stay in their places.
     """
-    made: dict[nn.Module, nn.Module] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         kind = type(module)
         is_sharded = hasattr(module, "unshard")  # FSDP has put its class before the user's
         copied: Any = object.__new__(kind.__bases__[1] if is_sharded else kind)
-        made[module] = copied
+        copies[module] = copied
         vars(copied).update(vars(module))
         if isinstance(vars(copied).get("forward"), ActivationCheckpoint):  # of the divided module
             del vars(copied)["forward"]
@@ -77,10 +77,10 @@ def copy_modules(model: nn.Module) -> nn.Module:
             hooks = vars(copied)[name]
             for key in [k for k, hook in hooks.items() if _is_of_sharding(hook)]:
                 del hooks[key]
-    for copied in made.values():
+    for copied in copies.values():
         for key, child in copied._modules.items():
-            copied._modules[key] = None if child is None else made[child]
-    return made[model]
+            copied._modules[key] = None if child is None else copies[child]
+    return copies[model]
 
 
 def _is_of_sharding(hook: Any) -> bool:
@@ -152,26 +152,26 @@ class Values:
         self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool
     ) -> torch.Tensor:
         whole = tensor if cut is None else cut.source
-        made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
+        received: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
         if (real := self._real.pop(whole, None)) is not None:
-            made.copy_(real)
-        dist.broadcast(bytes_of(made), 0)
+            received.copy_(real)
+        dist.broadcast(bytes_of(received), 0)
         if not is_held:
             return tensor
         if cut is not None:
-            made = cut.part(made).contiguous()
+            received = cut.part(received).contiguous()
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, tensor.requires_grad)
-        vars(made).update(vars(tensor))
-        return made
+            received = nn.Parameter(received, tensor.requires_grad)
+        vars(received).update(vars(tensor))
+        return received
 
 
 def copy_structure(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device, with the marks of its parameters."""
-    made = copy.deepcopy(model)
-    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+    structure = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), structure.parameters(), strict=True):
         vars(new).update(vars(old))
-    return made
+    return structure
 
 
 def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from trainer.core.distributed.world import RankGroup
 from trainer.core.errors import ConfigError
 from trainer.core.strategy.modules.dry_run import hooked
 
-ADVICE = "return .clone() of it"
+CLONE_ADVICE = "return .clone() of it"
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -62,7 +62,7 @@ def outputs_checked(
                 of = _find_parameter(unit, leaf, names)
                 raise ConfigError(f"""strategy.mesh:
                     the output of {modules.get(unit) or "the model"} shares memory with {of}, which
-                    fsdp frees after the forward pass; {ADVICE}""")
+                    fsdp frees after the forward pass; {CLONE_ADVICE}""")
 
     with hooked(unit.register_forward_hook(check) for unit in units):  # after FSDP2's
         yield
@@ -77,7 +77,7 @@ def _find_parameter(unit: nn.Module, leaf: torch.Tensor, names: Mapping[torch.Te
     return "a parameter"
 
 
-END = -1  # of a forward pass
+END_OF_PASS = -1  # of a forward pass
 
 
 class UnitOrder:
@@ -104,8 +104,8 @@ class UnitOrder:
         """Watch units that FSDP2 has taken. The last one is the root, which has the rest."""
         self._names = names
         *self._units, root = units
-        for number, unit in enumerate(self._units):
-            hook = partial(self._enter, number)
+        for index, unit in enumerate(self._units):
+            hook = partial(self._enter, index)
             unit.register_forward_pre_hook(hook, prepend=True)  # before FSDP2's
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._end_pass)
@@ -127,7 +127,7 @@ class UnitOrder:
         self._path = self._paths[root.training]
 
     def _end_pass(self, root: nn.Module, *_: Any) -> None:
-        self._enter(END)
+        self._enter(END_OF_PASS)
         self._path = self._outside
 
     def _enter(self, unit: int, *_: Any) -> None:
@@ -156,7 +156,7 @@ class UnitOrder:
                 return larger blocks, such as whole layers, or use strategy=ddp""")
 
     def _name(self, unit: int) -> str:
-        if unit == END:
+        if unit == END_OF_PASS:
             return "ends a forward pass"
         return f"runs {self._names.get(self._units[unit], 'a block')}"
 
@@ -185,8 +185,8 @@ class Sharding:
             own = copies.ranks[copies.rank]
             ranks = torch.stack([ranks - own + other for other in copies.ranks])
         groups = [axis.group for axis in axes]
-        given = groups if self._has_copies else groups[0]
-        self._mesh = DeviceMesh.from_group(given, device, mesh=ranks, mesh_dim_names=names)
+        mesh_groups = groups if self._has_copies else groups[0]
+        self._mesh = DeviceMesh.from_group(mesh_groups, device, mesh=ranks, mesh_dim_names=names)
 
     def add(self, unit: nn.Module) -> None:
         """Divide the parameters of a unit that no inner unit has. The root is the last one."""

@@ -23,19 +23,19 @@ from trainer.core.errors import ConfigError
 from trainer.core.rng.functions import REOPENED
 from trainer.core.strategy.base import ModelSpec
 from trainer.core.strategy.collectives import exchange
-from trainer.core.strategy.mesh_sizes import COPIES, Mesh, open_group
+from trainer.core.strategy.mesh_sizes import COPY_AXES, Mesh, open_group
 from trainer.mesh.fully_shard import is_freed
 from trainer.mesh.loss_parallel import ABOUT
 from trainer.mesh.partition import Partition, Placements
 
-ADVICE = (
+PENALTY_ADVICE = (
     "use weight_decay for a penalty, an attribute of the task for a fixed teacher, a frozen part of"
     " the model for one that follows it (docs/tasks.md, Penalties and teachers), or strategy=zero1"
 )
-DIVIDED = "which this mesh divides"
+WHICH_MESH_DIVIDES = "which this mesh divides"
 GRADIENTS = "use strategy=ddp, as only update computes gradients of parameters there"
 CHAIN = "give a block inputs and the output of the one before only, or use strategy=fsdp"
-_MIXED = re.compile(
+_MIXED_TENSORS = re.compile(
     r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor"
     r"|FSDP does not support deepcopy"
 )
@@ -56,9 +56,9 @@ class DividedParameters(TorchFunctionMode):
         if func not in ABOUT:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor) and leaf in self._parts:
-                    advice = GRADIENTS if func is torch.autograd.grad else ADVICE
+                    advice = GRADIENTS if func is torch.autograd.grad else PENALTY_ADVICE
                     raise ConfigError(f"""strategy.mesh: the loss uses {self._parts[leaf]},
-                        {DIVIDED}; {advice}""")
+                        {WHICH_MESH_DIVIDES}; {advice}""")
                 if isinstance(leaf, torch.Tensor) and is_freed(leaf):
                     raise ConfigError("""strategy.mesh: the loss uses a part of a parameter,
                         which fsdp frees after the forward pass; keep .clone() of it""")
@@ -80,18 +80,18 @@ def parts_named(mesh: Mesh) -> Iterator[None]:
                 a gradient of a gradient needs parameters that are freed, or on other ranks;
                 use strategy=ddp, or under fsdp torch.autograd.grad in forward""") from error
         if _READ.search(str(error)):
-            place = _task_line(error.__cause__ or error)
+            location = _task_line(error.__cause__ or error)
             raise ConfigError(f"""strategy.mesh:
-                {place} reads the value of a tensor, and a dry run has shapes only;
+                {location} reads the value of a tensor, and a dry run has shapes only;
                 pass masks and positions as inputs, or use strategy=fsdp""") from error
-        if not _MIXED.search(str(error)):
+        if not _MIXED_TENSORS.search(str(error)):
             raise
-        place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
+        location = _task_line(error.__context__ or error)  # torch's error, which a hook's may hide
         if mesh.pipeline > 1:
-            raise ConfigError(f"""strategy.mesh.pipeline: {place} uses what another stage has,
+            raise ConfigError(f"""strategy.mesh.pipeline: {location} uses what another stage has,
                 a parameter or the output of a block; {CHAIN}""") from error
-        raise ConfigError(f"""strategy.mesh: {place} uses parameters that this mesh divides,
-            or that other ranks have; {ADVICE}""") from error
+        raise ConfigError(f"""strategy.mesh: {location} uses parameters that this mesh divides,
+            or that other ranks have; {PENALTY_ADVICE}""") from error
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _gradients_checked() -> Iterator[None]:
             frame = sys._getframe(1)
             raise ConfigError(f"""strategy.mesh:
                 torch.autograd.grad at {frame.f_code.co_filename}:{frame.f_lineno}
-                is asked for gradients of parameters, {DIVIDED}; {GRADIENTS}""")
+                is asked for gradients of parameters, {WHICH_MESH_DIVIDES}; {GRADIENTS}""")
         return grad(outputs, inputs, *args, **kwargs)
 
     torch.autograd.grad = checked
@@ -150,7 +150,7 @@ class GradientSums:
     def __init__(self, spec: ModelSpec, mesh: Mesh, partition: Partition, placements: Placements):
         """Open the groups, before the parameters are sharded. A collective."""
         groups = spec.world.groups
-        self.copies = open_group(mesh, groups, "data", *COPIES)
+        self.copies = open_group(mesh, groups, "data", *COPY_AXES)
         self._tensor = groups["tensor"]
         self._tied = _open_tied(groups["pipeline"], partition.stages.values())
         self._placements = placements
@@ -203,13 +203,13 @@ def _add_up(group: RankGroup, flat: torch.Tensor) -> torch.Tensor:
 
 def _open_tied(pipeline: RankGroup, every: Iterable[Stages]) -> dict[Stages, RankGroup]:
     """Open a group for each set of stages that share parameters. A collective."""
-    found = {tuple(range(pipeline.size)): pipeline}
-    for stages in sorted({stages for stages in every if len(stages) > 1} - set(found)):
+    groups = {tuple(range(pipeline.size)): pipeline}
+    for stages in sorted({stages for stages in every if len(stages) > 1} - set(groups)):
         members = stages if pipeline.rank in stages else (pipeline.rank,)
         group = pipeline.open(tuple(pipeline.ranks[stage] for stage in members))
         assert group.group  # the others open one too: all ranks open equally many
-        found[stages] = group
-    return found
+        groups[stages] = group
+    return groups
 
 
 class UnusedParameters:

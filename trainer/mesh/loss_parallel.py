@@ -19,15 +19,15 @@ from trainer.core.distributed.world import RankGroup
 from trainer.core.strategy.collectives import gather, sizes_of, summed
 
 _TENSOR: Any = torch.Tensor
-_SHAPES = {_TENSOR.shape.__get__, _TENSOR.size}
+_SHAPE_QUERIES = {_TENSOR.shape.__get__, _TENSOR.size}
 _VALUES = ("T", "mT", "H", "mH", "data", "grad", "real", "imag", "_grad")
-_PLAIN = {
+_PROPERTIES = {
     getattr(_TENSOR, name).__get__
     for name in dir(torch.Tensor)
     if isinstance(getattr(_TENSOR, name), GetSetDescriptorType) and name not in _VALUES
 } | {_TENSOR.dim, _TENSOR.is_floating_point, _TENSOR.register_hook}
-ABOUT = _SHAPES | _PLAIN  # functions that do not use the values
-_ALIKE = {
+ABOUT = _SHAPE_QUERIES | _PROPERTIES  # functions that do not use the values
+_CONVERSIONS = {
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16),
     *(torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.type),
 }
@@ -36,7 +36,7 @@ _MOVES = {
     *(torch.Tensor.movedim, torch.movedim, _TENSOR.mT.__get__),
 }
 _SHAPED = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
-_FLAT = {torch.Tensor.flatten, torch.flatten}
+_FLATTENS = {torch.Tensor.flatten, torch.flatten}
 
 
 class VocabularyPart(torch.Tensor):
@@ -53,11 +53,11 @@ class VocabularyPart(torch.Tensor):
     @staticmethod
     def of(part: torch.Tensor, length: int, axis: RankGroup, dim: int = -1) -> torch.Tensor:
         """Return a part whose whole has `length` scores along `dim`."""
-        made: VocabularyPart = _StandIn(part) if hasattr(part, "fake_mode") else _Mark.apply(part)
-        made._axis = axis
-        made._length = length
-        made._dim = dim % part.dim()
-        return made
+        scores: VocabularyPart = _StandIn(part) if hasattr(part, "fake_mode") else _Mark.apply(part)
+        scores._axis = axis
+        scores._length = length
+        scores._dim = dim % part.dim()
+        return scores
 
     @classmethod
     def __torch_function__(
@@ -66,10 +66,10 @@ class VocabularyPart(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0] if args else None
-            if isinstance(first, VocabularyPart) and (name := _short(func)) is not None:
-                made = name(first, func, args[1:], kwargs)
-                if made is not NotImplemented:
-                    return made
+            if isinstance(first, VocabularyPart) and (handler := _short(func)) is not None:
+                handled = handler(first, func, args[1:], kwargs)
+                if handled is not NotImplemented:
+                    return handled
             args, kwargs = gathered((tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -133,17 +133,17 @@ def _short(func: Any) -> Any:
     """Return the function that handles a torch function without gathering."""
     if func is F.cross_entropy:
         return _cross_entropy
-    if func in _SHAPES:
+    if func in _SHAPE_QUERIES:
         return _size
-    if func in _PLAIN:
+    if func in _PROPERTIES:
         return _about
-    if func in _ALIKE:
+    if func in _CONVERSIONS:
         return _alike
     if func in _MOVES:
         return _move
     if func in _SHAPED:
         return _shape
-    return _flatten if func in _FLAT else None
+    return _flatten if func in _FLATTENS else None
 
 
 def _about(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,30 +185,30 @@ def _shape(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _flatten(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     plain = scores.plain()
-    made = func(plain, *args, **kwargs)
-    is_kept = scores._dim == plain.dim() - 1 and made.shape[-1] == plain.shape[-1]
-    return scores._like(made, made.dim() - 1) if is_kept and made.dim() > 1 else NotImplemented
+    flat = func(plain, *args, **kwargs)
+    is_kept = scores._dim == plain.dim() - 1 and flat.shape[-1] == plain.shape[-1]
+    return scores._like(flat, flat.dim() - 1) if is_kept and flat.dim() > 1 else NotImplemented
 
 
 def _cross_entropy(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute F.cross_entropy over axis 1, or over the only axis."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = dict(zip((*names, "label_smoothing"), args, strict=False)) | kwargs
-    target = given["target"]
-    is_plain = given.get("weight") is None and given.get("size_average") is None
-    is_plain &= given.get("reduce") is None and not target.is_floating_point()
+    arguments = dict(zip((*names, "label_smoothing"), args, strict=False)) | kwargs
+    target = arguments["target"]
+    is_plain = arguments.get("weight") is None and arguments.get("size_average") is None
+    is_plain &= arguments.get("reduce") is None and not target.is_floating_point()
     if not is_plain or scores._dim != (1 if scores.plain().dim() > 1 else 0):
         return NotImplemented
     part = scores.plain()
     if part.itemsize < 4 or torch.is_autocast_enabled(part.device.type):
         part = part.float()
-    smoothing = given.get("label_smoothing", 0.0)
-    ignored = target == given.get("ignore_index", -100)
-    place = (scores._length, scores._axis, smoothing)
+    smoothing = arguments.get("label_smoothing", 0.0)
+    ignored = target == arguments.get("ignore_index", -100)
+    settings = (scores._length, scores._axis, smoothing)
     with torch.autocast(part.device.type, enabled=False):
-        values = _Loss.apply(part.movedim(scores._dim, -1), target.where(~ignored, 0), place)
+        values = _Loss.apply(part.movedim(scores._dim, -1), target.where(~ignored, 0), settings)
         values = values.masked_fill(ignored, 0)
-        reduction = given.get("reduction", "mean")
+        reduction = arguments.get("reduction", "mean")
         if reduction == "none":
             return values
         return values.sum() if reduction == "sum" else values.sum() / (~ignored).sum()
@@ -218,8 +218,8 @@ class _Loss(torch.autograd.Function):
     """Cross-entropy (...) of parts of scores (..., part of the classes) and targets (...)."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, place: Any) -> torch.Tensor:
-        length, axis, smoothing = place
+    def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, settings: Any) -> torch.Tensor:
+        length, axis, smoothing = settings
         sizes = sizes_of(length, axis)
         own = target - sum(sizes[: axis.rank])
         is_here = (own >= 0) & (own < part.shape[-1])

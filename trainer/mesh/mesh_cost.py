@@ -18,11 +18,11 @@ from trainer.core.strategy.cost import (
     reduced,
     size_of,
 )
-from trainer.core.strategy.mesh_sizes import COPIES, Mesh
+from trainer.core.strategy.mesh_sizes import COPY_AXES, Mesh
 from trainer.core.strategy.optimizer_trial import is_elementwise
 from trainer.core.strategy.tensor_shards import find_owners
 
-SUMS = "all-reduce of gradients"
+GRADIENT_SUMS = "all-reduce of gradients"
 AGREEMENTS = "all-reduce of agreed values"
 
 
@@ -45,8 +45,8 @@ class MeshCost(Cost):
         rest = sum(sizes[rank.num_blocks :])
         largest = max(sizes[: rank.num_blocks], default=0)
         reshard = rank.config.strategy.reshard
-        kept = rest + largest if reshard else sum(sizes)
-        gathered = max(kept + largest, 2 * rest)  # a unit in flight is there twice
+        resident_bytes = rest + largest if reshard else sum(sizes)
+        gathered = max(resident_bytes + largest, 2 * rest)  # a unit in flight is there twice
         name = "the rest of the model, a block" if largest else "the model"
         if not reshard:
             name = f"all {len(sizes)} units"
@@ -99,8 +99,8 @@ def _sharded(rank: PlannedRank) -> list[Message]:
     passes = rank.accumulation
     gathers = passes * (2 if rank.config.strategy.reshard else 1)
     padded = sum(map(size_of, rank.units))
-    kept = [[p for p in unit if p.requires_grad] for unit in rank.units]
-    trained = [size_of(unit) for unit in kept if unit]
+    trained_units = [[p for p in unit if p.requires_grad] for unit in rank.units]
+    trained = [size_of(unit) for unit in trained_units if unit]
     others = rank.mesh.num_parts("shard", "context") - 1
     each = counted(passes, "micro-batch", "es")
     count, sums = gathers * len(rank.units), passes * len(trained)
@@ -113,7 +113,7 @@ def _sharded(rank: PlannedRank) -> list[Message]:
     ]
     if rank.mesh.replicate > 1:
         sent = reduced(sum(trained), rank.mesh.replicate)
-        rows.append(Message("replicate", SUMS, len(trained), sent))
+        rows.append(Message("replicate", GRADIENT_SUMS, len(trained), sent))
     return rows
 
 
@@ -126,7 +126,7 @@ def _sums(rank: PlannedRank) -> list[Message]:
             continue
         stages = len(rank.stages.get(name, (0,)))
         if not (mesh.shard > 1 and part.dim()):
-            key = (0, _name_axes(mesh, *COPIES), mesh.num_parts(*COPIES))
+            key = (0, _name_axes(mesh, *COPY_AXES), mesh.num_parts(*COPY_AXES))
             members.setdefault(key, []).append(part)
         if name in rank.partial:
             members.setdefault((1, "tensor", mesh.tensor), []).append(part)
@@ -137,7 +137,7 @@ def _sums(rank: PlannedRank) -> list[Message]:
         if size > 1:
             count = sum(1 for _ in buckets(tensors, most))
             widened = sum(t.numel() * max(4, t.itemsize) for t in tensors)
-            rows.append(Message(axis, SUMS, count, reduced(widened, size)))
+            rows.append(Message(axis, GRADIENT_SUMS, count, reduced(widened, size)))
     return rows
 
 
@@ -145,10 +145,10 @@ def _agreements(rank: PlannedRank) -> list[Message]:
     mesh = rank.mesh
     checked = 2 * rank.config.strategy.find_unused_parameters
     others = checked + rank.num_statistics
-    copies = mesh.num_parts(*COPIES)
+    copies = mesh.num_parts(*COPY_AXES)
     whole = (AGREED + 2 + others * (copies == mesh.size)) * torch.float64.itemsize
     rows = [Message("world", AGREEMENTS, 2, reduced(whole, mesh.size))]
     if others and 1 < copies < mesh.size:
         size = reduced(others * torch.float64.itemsize, copies)
-        rows.append(Message(_name_axes(mesh, *COPIES), AGREEMENTS, 1, size))
+        rows.append(Message(_name_axes(mesh, *COPY_AXES), AGREEMENTS, 1, size))
     return rows

@@ -39,7 +39,7 @@ from trainer.mesh.assemble import PartitionedModel
 from trainer.mesh.full_model import copy_modules, reunite
 from trainer.mesh.gradient_sums import GradientSums
 
-COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rounding
+ROUNDING_OF_COPIES = 1e-2  # a smaller relative difference of the gradients of copies is rounding
 
 
 @torch.no_grad()
@@ -54,17 +54,17 @@ def check_copies(tensors: DividedTensors, sums: GradientSums, world: World) -> N
         return
     names = [name for name, p in tensors.structure.named_parameters() if p.requires_grad]
     ends = torch.zeros(4, len(names), dtype=torch.float64, device=world.device)
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         part = tensors.parameters.get(name)
         if part is not None and part.grad is not None and sums.is_copied(name):
             gradient = part.grad.double()
             each = torch.stack([gradient.norm(), gradient.sum()])
-            ends[:, number] = torch.cat([each, -each])
+            ends[:, index] = torch.cat([each, -each])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=axis.group)
     most, spread = ends[0], (ends[:2] + ends[2:]).amax(0)
-    partial = (spread > COPIED * most.clamp_min(COPIED * most.max())).byte()
+    partial = (spread > ROUNDING_OF_COPIES * most.clamp_min(ROUNDING_OF_COPIES * most.max())).byte()
     dist.all_reduce(partial, dist.ReduceOp.MAX)
-    for name in (names[number] for number in partial.nonzero().flatten().tolist()):
+    for name in (names[index] for index in partial.nonzero().flatten().tolist()):
         raise ConfigError(f"""strategy.mesh.tensor={axis.size}:
             each rank would find a part of the gradient of {name};
             use it outside of the divided layers, or leave these out of tensor_plan""")
@@ -80,9 +80,9 @@ def check_shared(
     if len(flags):
         every = flags.byte().to(world.device)
         dist.all_reduce(every, dist.ReduceOp.MAX)
-        for number in every.nonzero().flatten().tolist():
+        for index in every.nonzero().flatten().tolist():
             raise ConfigError(f"""strategy.mesh.pipeline:
-                {shared[number]} changes, and several stages use it; use it in one place""")
+                {shared[index]} changes, and several stages use it; use it in one place""")
 
 
 class DividedTensors(Tensors):
@@ -141,8 +141,8 @@ class DividedTensors(Tensors):
 
     def note_replaced(self) -> None:
         """Note a parameter that the task has replaced: FSDP puts its own back before it is used."""
-        for parameters, key, known in self._registers:
-            if parameters.get(key) is not known:
+        for parameters, key, original in self._registers:
+            if parameters.get(key) is not original:
                 self._replaced = key
 
     def find_change(self) -> str:
@@ -154,8 +154,8 @@ class DividedTensors(Tensors):
             return line
         for name, parameter in self.wrapped.items():
             part = self._shard_of[self.local[parameter]].tensor
-            now = self._division.placements.shard(name, parameter).tensor
-            if now.data_ptr() != part.data_ptr():
+            live_part = self._division.placements.shard(name, parameter).tensor
+            if live_part.data_ptr() != part.data_ptr():
                 why = "has other memory than at the start, which alone is trained and saved"
                 return f"the parameter {name} {why}; write into it by copy_, not by .data ="
         return ""

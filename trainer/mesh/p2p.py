@@ -27,19 +27,19 @@ def order(schedule: str, num_stages: int, stage: int, count: int) -> Order:
     ahead = min(count, num_stages - 1 - stage)
     if schedule == "gpipe" and num_stages > 1:
         ahead = count
-    made: Order = [(True, number) for number in range(ahead)]
-    for number in range(ahead, count):
-        made += [(True, number), (False, number - ahead)]
-    made += [(False, number) for number in range(count - ahead, count)]
-    return made
+    passes: Order = [(True, batch_number) for batch_number in range(ahead)]
+    for batch_number in range(ahead, count):
+        passes += [(True, batch_number), (False, batch_number - ahead)]
+    passes += [(False, batch_number) for batch_number in range(count - ahead, count)]
+    return passes
 
 
 def most_kept(schedule: str, num_stages: int, stage: int, count: int) -> int:
     """Return how many of `count` micro-batches a stage keeps activations of at a time."""
-    kept = most = 0
+    in_flight = most = 0
     for is_forward, _ in order(schedule, num_stages, stage, count):
-        kept += 1 if is_forward else -1
-        most = max(most, kept)
+        in_flight += 1 if is_forward else -1
+        most = max(most, in_flight)
     return most
 
 
@@ -95,8 +95,8 @@ class ReceivedTensor:
 
 class _Arrival(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root: torch.Tensor, kept: list[Any]) -> Any:
-        ctx.kept = kept
+    def forward(ctx: Any, tensor: torch.Tensor, root: torch.Tensor, gradients: list[Any]) -> Any:
+        ctx.kept = gradients
         ctx.mark_dirty(tensor)
         return tensor
 

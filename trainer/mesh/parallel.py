@@ -256,16 +256,18 @@ class MeshParallel(Strategy):
         batches = iter(batch)
         mesh = self.mesh
         with self._modes():
-            for is_forward, number in order(
+            for is_forward, batch_number in order(
                 self.config.schedule, mesh.pipeline, mesh["pipeline"], len(batch)
             ):
                 if is_forward:
-                    passed[number], carried = self._pass(next(batches), objective)
+                    passed[batch_number], carried = self._pass(next(batches), objective)
                     totals = carried if totals is None else totals + carried
                     continue
                 if mesh.pipeline > 1 and len(batch) > 1:
-                    batch.repeat_draws(number)  # a recomputation repeats its draws
-                self._return(*passed.pop(number), number == len(batch) - 1, objective.scale)
+                    batch.repeat_draws(batch_number)  # a recomputation repeats its draws
+                self._return(
+                    *passed.pop(batch_number), batch_number == len(batch) - 1, objective.scale
+                )
         self._wait_for_sent()
         assert totals is not None
         self.tensors.take_gradients()
@@ -324,16 +326,16 @@ class MeshParallel(Strategy):
         if wants_norm:
             values[1] = self._square()
         dist.all_reduce(values)
-        found = (values[0] > 0).to(found_inf.dtype)
-        return found, values[1].sqrt().to(self.precision.wide)
+        found_inf_of_any = (values[0] > 0).to(found_inf.dtype)
+        return found_inf_of_any, values[1].sqrt().to(self.precision.wide)
 
     def _square(self) -> torch.Tensor:
         """Return this rank's part of the square of the gradients' norm."""
         copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.tensors.parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
-                number = self._division.placements.num_copies(name, self.tensors.wrapped[name])
-                copies.setdefault(number, []).append(parameter.grad)
+                num_copies = self._division.placements.num_copies(name, self.tensors.wrapped[name])
+                copies.setdefault(num_copies, []).append(parameter.grad)
         norms = {
             n: get_total_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])
             for n, gradients in copies.items()

@@ -28,7 +28,7 @@ from trainer.mesh.split_plan import (
     divide_sequence,
     find_plan,
 )
-from trainer.mesh.stage import DIVIDED, OnMeta, Trace
+from trainer.mesh.stage import DIVIDED_MODEL_FAILS, OnMeta, Trace
 
 
 class Placements:
@@ -70,10 +70,10 @@ class Placements:
     def num_copies(self, name: str, tensor: torch.Tensor) -> int:
         """Return how many ranks have each element of a tensor."""
         mesh = self._mesh
-        number = mesh.replicate * len(self.stages(name))
+        count = mesh.replicate * len(self.stages(name))
         if not self.is_sharded(tensor):
-            number *= mesh.shard * mesh.context
-        return number if name in self.cuts else number * mesh.tensor
+            count *= mesh.shard * mesh.context
+        return count if name in self.cuts else count * mesh.tensor
 
     def shard(self, name: str, tensor: torch.Tensor) -> Shard:
         """Return this rank's part of a tensor, as a plain tensor that shares its memory."""
@@ -95,16 +95,16 @@ class Placements:
 
     def is_first_copy(self, name: str) -> bool:
         """Return True on the first replica of the stage that writes a tensor."""
-        place = self._mesh.coordinates()
+        coordinates = self._mesh.coordinates()
         owner = self._owners.get(name, self.stages(name)[0])
-        return place["pipeline"] == owner and not place["replicate"]
+        return coordinates["pipeline"] == owner and not coordinates["replicate"]
 
     def _is_writer(self, name: str, is_cut: bool, is_sharded: bool) -> bool:
-        place = self._mesh.coordinates()
+        coordinates = self._mesh.coordinates()
         is_first = self.is_first_copy(name)
         if not is_sharded:
-            is_first &= not place["shard"] and not place["context"]
-        return is_first and (is_cut or not place["tensor"])
+            is_first &= not coordinates["shard"] and not coordinates["context"]
+        return is_first and (is_cut or not coordinates["tensor"])
 
     def writers(self) -> list[int]:
         """Return the ranks that write a part of a checkpoint."""
@@ -112,11 +112,13 @@ class Placements:
         divides = {"pipeline", "tensor"} | (
             {"shard", "context"} if self._sharding is not None else set()
         )
-        places = {rank: mesh.coordinates(rank) for rank in range(mesh.size)}
+        coordinates_of = {rank: mesh.coordinates(rank) for rank in range(mesh.size)}
         return [
             rank
-            for rank, place in places.items()
-            if not any(number for axis, number in place.items() if axis not in divides)
+            for rank, coordinates in coordinates_of.items()
+            if not any(
+                coordinate for axis, coordinate in coordinates.items() if axis not in divides
+            )
         ]
 
 
@@ -221,7 +223,7 @@ class Partition:
             plan = find_plan(self._spec.tensor_plan, model)
             self.cuts = TensorPlan(model, plan, axis, sequential).cuts
             with hooked(divide_sequence(self._blocks, axis) if is_sequence else ()):
-                drawn.append(self._follow(sample, None, DIVIDED)[0])
+                drawn.append(self._follow(sample, None, DIVIDED_MODEL_FAILS)[0])
         if context is not None:
             drawn.append(self._follow(sample, context)[0])
             context.forget()
@@ -263,15 +265,15 @@ class Partition:
         if len({len(sizes) for sizes in drawn}) > 1:
             raise ConfigError("""strategy.mesh: the model draws another number
                 of times when it is divided; set dropout to 0, or choose another axis""")
-        found = []
+        parts_of_draws = []
         for draws in zip(*drawn, strict=True):
             parts: list[tuple[int, int, int]] = []
             for axis, (_, before), (_, after) in zip(axes, draws, draws[1:], strict=False):
                 for dim, (old, new) in enumerate(zip(before, after, strict=True)):
                     if old != new:
                         parts.append((dim, axis.rank, axis.size))
-            found.append(tuple(parts))
-        return found
+            parts_of_draws.append(tuple(parts))
+        return parts_of_draws
 
     def _name_stages(
         self, stages: dict[torch.Tensor, tuple[int, ...]]
@@ -282,29 +284,31 @@ class Partition:
         The last stage that uses a buffer owns it: code after the blocks runs only there.
         """
         model = self._spec.model
-        found: dict[str, tuple[int, ...]] = {}
+        stages_by_name: dict[str, tuple[int, ...]] = {}
         every = tuple(range(self._mesh.pipeline))
         inside: dict[nn.Module, tuple[int, ...]] = {}
         for stage, numbers in enumerate(self.blocks_of):
-            for module in {m for number in numbers for m in self._blocks[number].modules()}:
+            for module in {
+                m for block_number in numbers for m in self._blocks[block_number].modules()
+            }:
                 inside[module] = (*inside.get(module, ()), stage)
         for prefix, module in model.named_modules():
             own = list(module.parameters(recurse=False))
             beside = stages[own[0]] if own else every
             is_leaf = not any(True for _ in module.children())
-            place = inside.get(module, beside if is_leaf else every)
+            module_stages = inside.get(module, beside if is_leaf else every)
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 if isinstance(tensor, nn.Parameter):
-                    found[full] = stages[tensor]
+                    stages_by_name[full] = stages[tensor]
                     continue
-                found[full] = place
-                if used := [stage for stage in stages[tensor] if stage in place]:
+                stages_by_name[full] = module_stages
+                if used := [stage for stage in stages[tensor] if stage in module_stages]:
                     self.owners[full] = used[-1]
                     self.shared += [full] * (len(used) > 1)
-        return found
+        return stages_by_name
 
 
 def _count(model: nn.Module, sample: Any) -> float:

@@ -30,15 +30,15 @@ FAMILIES = Path(__file__).with_name("families.yaml")
 STYLES = {"colwise": "columns", "rowwise": "rows"}  # of transformers; others are left whole
 
 
-def find_plan(given: Mapping[str, str] | str, model: nn.Module) -> Mapping[str, str]:
+def find_plan(tensor_plan: Mapping[str, str] | str, model: nn.Module) -> Mapping[str, str]:
     """Return the plan that a task gave, or for "auto" that of the transformers' model in `model`.
 
     Raises ConfigError if there is none.
     """
-    if not isinstance(given, str):
-        return given
-    if given != AUTO:
-        raise ConfigError(f"tensor_plan returned {given!r}: must be a dict, or {AUTO!r}")
+    if not isinstance(tensor_plan, str):
+        return tensor_plan
+    if tensor_plan != AUTO:
+        raise ConfigError(f"tensor_plan returned {tensor_plan!r}: must be a dict, or {AUTO!r}")
     import yaml
 
     families = yaml.safe_load(FAMILIES.read_text(encoding="utf-8"))
@@ -84,25 +84,25 @@ def _through(
     LoRA's second matrix has the outputs of its layer, the first one the inputs. Raises ConfigError
     for other adapters.
     """
-    found: dict[str, str] = {}
+    form_of: dict[str, str] = {}
     for name, module in base.named_modules():
         forms = [form for pattern, form in plan.items() if _matches(name, pattern)]
         form = forms[-1] if forms else ""
         if not form or name not in adapted:
-            found |= {name: form} if form else {}
+            form_of |= {name: form} if form else {}
             continue
         factors = getattr(module, "lora_A" if form == "rows" else "lora_B", None)
         if not factors or len(getattr(module, "lora_magnitude_vector", ())):
             raise ConfigError(f"""tensor_plan=auto: {name} has an adapter that is not plain LoRA of
                 a linear layer: cannot be divided; leave it out of the adapter's targets""")
-        found[f"{name}.base_layer"] = form
-        found |= {
+        form_of[f"{name}.base_layer"] = form
+        form_of |= {
             f"{name}.{'lora_A' if form == 'rows' else 'lora_B'}.{key}": form for key in factors
         }
-    return found
+    return form_of
 
 
-FORMS = "columns, columns/<n>, rows or vocabulary"
+PLAN_FORMS = "columns, columns/<n>, rows or vocabulary"
 Wrapped = Callable[[torch.Tensor], Any]
 
 
@@ -155,15 +155,15 @@ class TensorPlan:
         self._inside = {module for block in sequential for module in block.modules()}
         self._names = {module: name for name, module in model.named_modules()}
         self._made: dict[torch.Tensor, nn.Parameter] = {}
-        found: dict[nn.Module, str] = {}
+        form_of: dict[nn.Module, str] = {}
         for pattern, form in plan.items():
             modules = [m for m, name in self._names.items() if _matches(name, pattern)]
             if not modules:
                 some = ", ".join(list(filter(None, self._names.values()))[:6])
                 raise ConfigError(f"""tensor_plan: {pattern}: no module has this name;
                     give one of the model, such as {some}""")
-            found |= dict.fromkeys(modules, form)
-        for module, form in found.items():
+            form_of |= dict.fromkeys(modules, form)
+        for module, form in form_of.items():
             self._divide(module, form)
         for module, name in self._names.items():
             for key, parameter in module.named_parameters(recurse=False):
@@ -172,13 +172,13 @@ class TensorPlan:
                         shares a parameter that tensor_plan divides; name it there too""")
 
     def _divide(self, module: nn.Module, form: str) -> None:
-        kind, _, number = form.partition("/")
+        kind, _, suffix = form.partition("/")
         is_sound = kind in ("columns", "rows", "vocabulary") and (
-            not number or (kind == "columns" and number.isdecimal() and int(number) > 0)
+            not suffix or (kind == "columns" and suffix.isdecimal() and int(suffix) > 0)
         )
         name = self._names[module]
         if not is_sound:
-            raise ConfigError(f"tensor_plan: {name}: {form!r} must be {FORMS}")
+            raise ConfigError(f"tensor_plan: {name}: {form!r} must be {PLAN_FORMS}")
         is_linear = type(module).forward is nn.Linear.forward
         is_embedding = type(module).forward is nn.Embedding.forward
         if not is_linear and not (is_embedding and kind != "columns"):
@@ -186,39 +186,47 @@ class TensorPlan:
             raise ConfigError(f"""tensor_plan:
                 {name} is a {type(module).__name__}: must be {kinds} for {form}""")
         is_sequence = module in self._inside
-        made: Wrapped
+        forward: Wrapped
         if is_embedding:
             _check_embedding(module, name)
             self._cut(module, "weight", 0, 1, name, is_even=False)
-            made = _Entries(module, self._axis)
+            forward = _Entries(module, self._axis)
         elif kind == "rows":
             self._cut(module, "weight", 1, 1, name)
-            made = _Rows(module, self._axis, is_sequence)
+            forward = _Rows(module, self._axis, is_sequence)
         else:
             is_head = kind == "vocabulary"
             for key in ("weight", "bias"):
                 if getattr(module, key) is not None:
-                    self._cut(module, key, 0, int(number or 1), name, is_even=not is_head)
+                    self._cut(module, key, 0, int(suffix or 1), name, is_even=not is_head)
             wrap = _Head if is_head else _Columns
-            made = wrap(module, self._axis, is_sequence)
-        module.forward = made
+            forward = wrap(module, self._axis, is_sequence)
+        module.forward = forward
         module.register_forward_hook(_keep)
 
     def _cut(
-        self, module: nn.Module, key: str, dim: int, number: int, name: str, is_even: bool = True
+        self,
+        module: nn.Module,
+        key: str,
+        dim: int,
+        num_packed: int,
+        name: str,
+        is_even: bool = True,
     ) -> None:
         """Replace a parameter by an empty one of this rank's size."""
         whole = getattr(module, key)
         if whole not in self._made:
             length = whole.shape[dim]
             size = self._axis.size
-            if length % number or (is_even and length // number % size):
-                packed = f" in {number} packed parts" * (number > 1)
+            if length % num_packed or (is_even and length // num_packed % size):
+                packed = f" in {num_packed} packed parts" * (num_packed > 1)
                 raise ConfigError(f"""strategy.mesh.tensor={size}:
                     {name}.{key} has {length}{packed} on axis {dim}, which it must divide""")
-            sizes = collectives.sizes_of(length // number, self._axis)
+            sizes = collectives.sizes_of(length // num_packed, self._axis)
             first, count = sum(sizes[: self._axis.rank]), sizes[self._axis.rank]
-            cut = MatrixPart(whole, dim, [(p * sum(sizes) + first, count) for p in range(number)])
+            cut = MatrixPart(
+                whole, dim, [(p * sum(sizes) + first, count) for p in range(num_packed)]
+            )
             part = nn.Parameter(cut.part(whole.detach()), whole.requires_grad)
             vars(part).update(vars(whole))
             self._made[whole] = part
@@ -295,8 +303,8 @@ class _Entries:
     def __call__(self, tokens: torch.Tensor) -> Any:
         own = tokens - self._first
         is_here = (own >= 0) & (own < self._count)
-        found = F.embedding(own.where(is_here, 0), self._module.weight, self._padding)
-        return collectives.add(found * is_here.unsqueeze(-1).to(found.dtype), self._axis)
+        embedded = F.embedding(own.where(is_here, 0), self._module.weight, self._padding)
+        return collectives.add(embedded * is_here.unsqueeze(-1).to(embedded.dtype), self._axis)
 
 
 def _check_embedding(module: Any, name: str) -> None:

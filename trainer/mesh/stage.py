@@ -107,15 +107,15 @@ class Stage(nn.Module):
         self._round = 0
         self._rounds: dict[bool, int] = {}  # of a forward pass, by the training mode
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # without and with values
-        for number, block in enumerate(blocks):
-            if number not in own:
+        for block_number, block in enumerate(blocks):
+            if block_number not in own:
                 block.forward = _Structure(block, draws)
         if not self._is_first:
             first = blocks[own.start]
             first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            for number in own[1:]:
+            for block_number in own[1:]:
                 hook = self._fill
-                blocks[number].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                blocks[block_number].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if not self._is_last:
             after = blocks[own.stop]
             after.register_forward_pre_hook(self._leave, prepend=True, with_kwargs=True)
@@ -169,9 +169,9 @@ class Stage(nn.Module):
         self._draws.advance(draws)
         self.passage.received.extend(received)
         self._given = []
-        for number, each in zip(wanted, received, strict=True):
-            self._given.append((leaves[number], each.tensor))
-            leaves[number] = each.tensor
+        for index, each in zip(wanted, received, strict=True):
+            self._given.append((leaves[index], each.tensor))
+            leaves[index] = each.tensor
         return tree_unflatten(leaves, tree)
 
     def _fill(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ WITHOUT_VALUES = (
     "the model cannot run without values",
     "leave out .item() and the like in its forward pass",
 )
-DIVIDED = (
+DIVIDED_MODEL_FAILS = (
     "the model divided by tensor_plan fails",
     "write -1 for the number of heads, and take sizes from the shape of a divided layer's output;"
     " strategy.mesh.tensor must divide the number of heads",
@@ -273,12 +273,12 @@ class Trace(TorchFunctionMode):
         self._enter(self._segment)
         return self
 
-    def _hook(self, number: int) -> Any:
+    def _hook(self, block_number: int) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
-            self.order.append(number)
-            self._enter(number + 1)
+            self.order.append(block_number)
+            self._enter(block_number + 1)
 
-        return self._blocks[number].register_forward_pre_hook(enter)
+        return self._blocks[block_number].register_forward_pre_hook(enter)
 
     def _enter(self, segment: int) -> None:
         self.flops[self._segment] += self._counter.total - self._counted
@@ -318,11 +318,11 @@ class Trace(TorchFunctionMode):
             """Return the largest cost of a stage, and where the stages end, from a block on."""
             if stages == 1:
                 return sum(costs[first:]), (count,)
-            found = []
+            candidates = []
             for last in range(first + 1, count - stages + 2):
                 rest, ends = best(last, stages - 1)
-                found.append((max(sum(costs[first:last]), rest), (last, *ends)))
-            return min(found)
+                candidates.append((max(sum(costs[first:last]), rest), (last, *ends)))
+            return min(candidates)
 
         ends = best(0, num_stages)[1]
         return [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
@@ -330,8 +330,8 @@ class Trace(TorchFunctionMode):
     def stages_of(self, parts: Sequence[range]) -> dict[torch.Tensor, tuple[int, ...]]:
         """Return the stages that use each tensor; for a parameter that none uses, the first one."""
         stage_of = [0, *(stage for stage, blocks in enumerate(parts) for _ in blocks)]
-        found = {}
+        stages_by_tensor = {}
         for tensor, segments in self.used.items():
             stages = tuple(sorted({stage_of[segment] for segment in segments}))
-            found[tensor] = stages or (0,) * isinstance(tensor, nn.Parameter)
-        return found
+            stages_by_tensor[tensor] = stages or (0,) * isinstance(tensor, nn.Parameter)
+        return stages_by_tensor

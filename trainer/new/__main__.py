@@ -43,11 +43,11 @@ A training script becomes a task by hand: docs/migrate.md.
 Exit codes: 0 written, 2 invalid arguments."""
 
 
-FLAGS = ("--recipe", "--cluster")
+NEW_FLAGS = ("--recipe", "--cluster")
 DEPLOY = HOME / "deploy" if HOME == PACKAGE else HOME / "scripts" / "deploy"
-TEMPLATE = Path(__file__).with_name("template")
+TEMPLATE_FOLDER = Path(__file__).with_name("template")
 OF_RECIPES = Path(__file__).with_name("recipes")
-SHARED = ("requirements.txt", "gitignore")  # files of the template that every project has
+SHARED_FILES = ("requirements.txt", "gitignore")  # files of the template that every project has
 # Files whose place in the project is not their name without .txt.
 PLACES = {
     "task.py.txt": "{module}.py",
@@ -67,12 +67,12 @@ NOTES = "notes.md"  # of a recipe; part of its README.md
 VALID = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 NO_NAMES = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf")  # values
 IMPORTED = ("ResidentDataset", "ShardedDataset", "Trainer", "Options")  # by the templates
-MOST = 40
+MOST_OF_A_PROJECT_NAME = 40
 OF_LOCKSTEP = re.compile(
     r"^#.*(?:tests/|docs/|Use it as it is)"
 )  # lines on files of its repository
 SKYIGNORE = ".venv/\ndata/\nruns/\n__pycache__/\n"  # .gitignore would leave out wheels/, too
-USAGE = "give one name: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]"
+NEW_ADVICE = "give one name: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _find("--cluster", CLUSTERS, flags)
     if recipe == "notebook" and cluster:
         raise ConfigError("--recipe notebook: starts no ranks on a cluster; leave out --cluster")
-    folder = _folder_of(single(words or [f"my-{recipe}"] * bool(recipe), USAGE))
+    folder = _folder_of(single(words or [f"my-{recipe}"] * bool(recipe), NEW_ADVICE))
     name = folder.name
     module = name.replace("-", "_")
     _check(name, module, folder)
@@ -107,25 +107,25 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        if flag not in FLAGS and (word.startswith("-") or f"--{flag}" in FLAGS):
-            near = suggest(flag.lstrip("-"), [each[2:] for each in FLAGS], "--")
-            raise ConfigError(f"{word} is not a flag: allowed are {', '.join(FLAGS)}{near}")
-        if flag not in FLAGS:
+        if flag not in NEW_FLAGS and (word.startswith("-") or f"--{flag}" in NEW_FLAGS):
+            near = suggest(flag.lstrip("-"), [each[2:] for each in NEW_FLAGS], "--")
+            raise ConfigError(f"{word} is not a flag: allowed are {', '.join(NEW_FLAGS)}{near}")
+        if flag not in NEW_FLAGS:
             words.append(word)
             continue
         flags[flag] = value if equals else "".join(rest[:1])
         del rest[: not equals]
         if not flags[flag]:
-            raise ConfigError(f"{flag}: its value is missing; {USAGE}")
+            raise ConfigError(f"{flag}: its value is missing; {NEW_ADVICE}")
     return words, flags
 
 
-def _find(flag: str, known: Mapping[str, object], flags: Mapping[str, str]) -> str:
+def _find(flag: str, allowed: Mapping[str, object], flags: Mapping[str, str]) -> str:
     """Return the value of a flag, "" without it. Raises ConfigError for one that is not known."""
     name = flags.get(flag, "")
-    if name and name not in known:
+    if name and name not in allowed:
         raise ConfigError(f"""{flag} {name}:
-            must be one of {", ".join(known)}{suggest(name, known)}""")
+            must be one of {", ".join(allowed)}{suggest(name, allowed)}""")
     return name
 
 
@@ -136,7 +136,7 @@ def _with_cluster(
     if not cluster:
         return {**texts}
     own = CLUSTERS[cluster]
-    more = _fill([TEMPLATE / file for file in own.files], values) | _file_of(cluster, values)
+    more = _fill([TEMPLATE_FOLDER / file for file in own.files], values) | _file_of(cluster, values)
     line = (
         f"\nOn the cluster: `{own.command}`; comments in `{own.place}` say what to change before.\n"
     )
@@ -163,9 +163,9 @@ def _file_of(cluster: str, values: Mapping[str, str]) -> dict[str, str]:
         "pip install -c constraints.txt '.[bucket]'": "pip install -r requirements.txt",
     }.items():
         text = text.replace(word, value)
-    kept = [line for line in text.splitlines(keepends=True) if not OF_LOCKSTEP.search(line)]
+    lines = [line for line in text.splitlines(keepends=True) if not OF_LOCKSTEP.search(line)]
     ignored = {".skyignore": SKYIGNORE} if cluster == "skypilot" else {}
-    return {own.place: "".join(kept), **ignored}
+    return {own.place: "".join(lines), **ignored}
 
 
 def _on_cluster(cluster: str) -> list[str]:
@@ -179,12 +179,12 @@ def _on_cluster(cluster: str) -> list[str]:
 def _find_files(recipe: str) -> list[Path]:
     """Return the files of a project; those of a recipe replace the shared ones of the same name."""
     if not recipe:
-        return sorted(TEMPLATE.iterdir())
+        return sorted(TEMPLATE_FOLDER.iterdir())
     own = sorted((OF_RECIPES / recipe).iterdir())
     shared = [path for path in OF_RECIPES.iterdir() if path.is_file()]
-    shared += [TEMPLATE / name for name in SHARED]
+    shared += [TEMPLATE_FOLDER / name for name in SHARED_FILES]
     if recipe != "notebook":
-        shared.append(TEMPLATE / "lockstep.yaml")
+        shared.append(TEMPLATE_FOLDER / "lockstep.yaml")
     files = {path.name: path for path in (*shared, *own) if path.name != NOTES}
     return list(files.values())
 
@@ -199,20 +199,20 @@ def _first_commands(name: str, recipe: str) -> list[str]:
 
 def _values(name: str, module: str, recipe: str, cluster: str) -> dict[str, str]:
     """Return the values of the words that files of a project have."""
-    found = RECIPES.get(recipe)
-    extras = [found.extras if found else "export,report"]
+    chosen_recipe = RECIPES.get(recipe)
+    extras = [chosen_recipe.extras if chosen_recipe else "export,report"]
     if cluster:
         extras += filter(None, [CLUSTERS[cluster].extras])
     values = {
-        "__PROOF__": found.proof if found else Recipe.proof,
+        "__PROOF__": chosen_recipe.proof if chosen_recipe else Recipe.proof,
         "__EXTRAS__": ",".join(extras),
-        "__NEEDS__": "".join(f"{each}\n" for each in found.needs) if found else "",
+        "__NEEDS__": "".join(f"{each}\n" for each in chosen_recipe.needs) if chosen_recipe else "",
     }
-    if found:
+    if chosen_recipe:
         notes = OF_RECIPES / recipe / NOTES
-        values["__ABOUT__"] = found.about[0].upper() + found.about[1:]
-        values["__REACHES__"] = found.reaches
-        values["__BEFORE__"] = "".join(f"    {each}\n" for each in found.before)
+        values["__ABOUT__"] = chosen_recipe.about[0].upper() + chosen_recipe.about[1:]
+        values["__REACHES__"] = chosen_recipe.reaches
+        values["__BEFORE__"] = "".join(f"    {each}\n" for each in chosen_recipe.before)
         values["__NOTES__"] = notes.read_text(encoding="utf-8") if notes.exists() else ""
     return values | {
         "__NAME__": name,
@@ -229,12 +229,12 @@ def _fill(files: Sequence[Path], values: Mapping[str, str]) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         for word, value in values.items():
             text = text.replace(word, value)
-        place = PLACES.get(path.name, path.name.replace(".py.txt", ".py"))
-        place = place.format(name=values["__NAME__"], module=values["__MODULE__"])
-        if place in texts:
+        target = PLACES.get(path.name, path.name.replace(".py.txt", ".py"))
+        target = target.format(name=values["__NAME__"], module=values["__MODULE__"])
+        if target in texts:
             raise ConfigError(f"""{values["__NAME__"]}:
                 a file of the recipe has this name; choose another name""")
-        texts[place] = text
+        texts[target] = text
     return texts
 
 
@@ -251,8 +251,8 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
     staged = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     above = [each for each in folder.parents if not each.exists()]  # the nearest first
     try:
-        for place, text in texts.items():
-            path = staged / place
+        for relative_path, text in texts.items():
+            path = staged / relative_path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         staged.rename(folder)
@@ -280,8 +280,8 @@ def _class_of(module: str) -> str:
 
 def _check(name: str, module: str, folder: Path) -> None:
     """Raise ConfigError for a name that cannot be a folder, a task and a module."""
-    if not VALID.fullmatch(name) or len(name) > MOST:
-        must = f"must be letters, digits, - and _, at most {MOST}, as in my-task"
+    if not VALID.fullmatch(name) or len(name) > MOST_OF_A_PROJECT_NAME:
+        must = f"must be letters, digits, - and _, at most {MOST_OF_A_PROJECT_NAME}, as in my-task"
         raise ConfigError(f"{str(folder)!r}: {must}")
     if os.path.lexists(folder):
         raise ConfigError(f"{folder}: already exists; choose another name")

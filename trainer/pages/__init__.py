@@ -16,7 +16,7 @@ from trainer.core.errors import ConfigError, visible
 from trainer.pages.charts import Cell, Chart
 
 MOST_CHARTS = 100  # of a page
-TEMPLATE = Path(__file__).with_name("page.html")
+PAGE_TEMPLATE = Path(__file__).with_name("page.html")
 Row = Sequence[str | Cell]
 
 
@@ -89,7 +89,7 @@ class Page:
         environment = Environment(
             autoescape=True, finalize=_escape, trim_blocks=True, lstrip_blocks=True
         )
-        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        template = environment.from_string(PAGE_TEMPLATE.read_text(encoding="utf-8"))
         write_out(path, template.render(page=self, footer=f"Lockstep {trainer.__version__}"))
 
 

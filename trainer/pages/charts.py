@@ -15,12 +15,12 @@ from typing import Any
 from trainer.core.same import RUNS, relative
 
 SPEED = "speed/"  # curves of time and memory, which begin at 0
-MOST_LINES = 8
+MOST_CURVES = 8
 THIN = 2  # width of a curve, in pixels
-MOST = 1e150  # of a value that is drawn: a larger one is as infinite
+MOST_DRAWN = 1e150  # of a value that is drawn: a larger one is as infinite
 W, H = 2000, 1000  # of the box
 MOST_POINTS = {True: 400, False: 160}  # of a line, in a large chart and in a small one
-FEW = {True: 30, False: 12}  # points, which are then marked
+FEW_POINTS = {True: 30, False: 12}  # points, which are then marked
 _Points = list[tuple[float, float]]
 
 
@@ -66,7 +66,7 @@ def _round_values(axis: Axis, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
     first, last = math.ceil(axis.low / step - 1e-6), math.floor(axis.high / step + 1e-6)
-    return [number * step for number in range(first, last + 1)]
+    return [multiple * step for multiple in range(first, last + 1)]
 
 
 def _round_powers(axis: Axis) -> list[float]:
@@ -116,8 +116,8 @@ class Drawn:
         num_points = sum(map(len, parts))
         size = math.ceil(num_points / MOST_POINTS[is_large])
         marked = put(line.dots)
-        if not marked and num_points <= FEW[is_large]:
-            marked = [place for part in parts for place in part]
+        if not marked and num_points <= FEW_POINTS[is_large]:
+            marked = [point for part in parts for point in part]
         return cls(
             line,
             last=Cell.number(points[-1][1] if points else None, name),
@@ -169,7 +169,7 @@ class Chart:
     def _is_log(self) -> bool:
         """True for a fall of positive values over more than two orders of magnitude."""
         values = [y for _, y in self._points]
-        is_wide = bool(values) and min(values) > 1 / MOST and max(values) > 100 * min(values)
+        is_wide = bool(values) and min(values) > 1 / MOST_DRAWN and max(values) > 100 * min(values)
         return is_wide and any(map(_falls, self.lines))
 
     @property
@@ -194,8 +194,8 @@ class Chart:
     def resumes(self) -> list[tuple[float, str]]:
         """Places in percent and words of the marks inside."""
         x = self.x
-        found = [(100 * x.place(step), words) for step, words in (self.marks or {}).items()]
-        return [mark for mark in found if 0 <= mark[0] <= 100]
+        marks = [(100 * x.place(step), words) for step, words in (self.marks or {}).items()]
+        return [mark for mark in marks if 0 <= mark[0] <= 100]
 
     @property
     def words(self) -> str:
@@ -204,7 +204,7 @@ class Chart:
 
 
 def _is_drawn(value: float) -> bool:
-    return abs(value) < MOST  # False for nan
+    return abs(value) < MOST_DRAWN  # False for nan
 
 
 def _falls(line: Line) -> bool:
@@ -238,13 +238,13 @@ def _band(part: Sequence[tuple[int, int]], size: int) -> str:
     return f"{_path([*tops, *reversed(feet)])}z"
 
 
-def _path(places: Sequence[tuple[int, int]]) -> str:
-    """Return a path through the places, by their distances, which are short."""
-    before = places[0]
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    """Return a path through the points, by their distances, which are short."""
+    before = points[0]
     text = f"M{before[0]} {before[1]}l"
-    for place in places[1:] or places:
-        text += f"{place[0] - before[0]} {place[1] - before[1]} "
-        before = place
+    for point in points[1:] or points:
+        text += f"{point[0] - before[0]} {point[1] - before[1]} "
+        before = point
     return text.rstrip()
 
 
@@ -345,15 +345,15 @@ def overlay(
     words. The first one of equal ones is the widest."""
     groups: dict[int, list[int]] = {}
     worst = 0.0
-    for number, curve in curves.items():
+    for run_index, curve in curves.items():
         distances = {first: _distance(curves[first], curve) for first in groups}
-        first = next((n for n, each in distances.items() if each <= limit), number)
-        groups.setdefault(first, []).append(number)
+        first = next((n for n, each in distances.items() if each <= limit), run_index)
+        groups.setdefault(first, []).append(run_index)
         worst = max(worst, distances.get(first, 0.0))
     widths = {
-        n: THIN + 4 * min(place, 3)
+        n: THIN + 4 * min(layer, 3)
         for those in groups.values()
-        for place, n in enumerate(reversed(those))
+        for layer, n in enumerate(reversed(those))
     }
     words = "identical" if not worst else f"equal up to {worst:.0e}"
     if len(groups) > 1:

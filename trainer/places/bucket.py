@@ -34,10 +34,10 @@ EXISTS = re.compile(r"AlreadyExists|Precondition|FileExists")  # names of errors
 NO_LINKS = re.compile(r"\(os error (1|38|95)\)")  # EPERM, ENOSYS, EOPNOTSUPP
 LIST_S = 60.0  # without another name of a listing: then the store does not come to an end
 DENIED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
-MOST_SHOWN = 300  # characters of a store's message
+MOST_OF_A_STORE_MESSAGE = 300  # characters
 _REQUEST = re.compile(r"Error performing \S+ \S+ in .*? - ")  # in obstore's messages
 T = TypeVar("T")
-_FOLDER = re.compile(r"[0-9]{6,}(/checkpoints(/step-[0-9]{8,})?)?")
+_FOLDER_OF_A_RUN = re.compile(r"[0-9]{6,}(/checkpoints(/step-[0-9]{8,})?)?")
 FIRST_OWN = "0"  # before the names of all that a run writes, and after `//`, `./` and `../`
 
 
@@ -228,7 +228,7 @@ class Bucket:
         level = self._list_level(folder)  # it is further below
         sizes = {each["path"]: each["size"] for each in level["objects"]}
         for each in level["common_prefixes"]:
-            if _FOLDER.fullmatch(each):
+            if _FOLDER_OF_A_RUN.fullmatch(each):
                 sizes |= self.sizes(each)
         return sizes
 
@@ -287,15 +287,15 @@ class Bucket:
             except NotThereError:
                 continue
 
-    def download(self, name: str, place: Path, most: int) -> tuple[int, str]:
-        """Write a file to `place`; return its size and SHA-256. One of more bytes is not read."""
+    def download(self, name: str, path: Path, most: int) -> tuple[int, str]:
+        """Write a file to `path`; return its size and SHA-256. One of more bytes is not read."""
         import obstore
 
         with _translated(f"{self.address}/{name}"):
             size = obstore.head(self._store, name)["size"]
         digest = hashlib.sha256()
         begin = 0
-        with place.open("wb") as file:
+        with path.open("wb") as file:
             while begin < size <= most:
                 with _translated(f"{self.address}/{name}"):
                     piece = self._get_piece(name, begin, size - begin)
@@ -407,7 +407,7 @@ def _login_of_boto3(address: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _translated(place: str) -> Iterator[None]:
+def _translated(address: str) -> Iterator[None]:
     """Raise StoreError for any error of obstore's. A store's answer may repeat a login: it is cut
     off."""
     try:
@@ -416,12 +416,12 @@ def _translated(place: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         if any(code in str(error) for code in NO_BUCKET):
-            raise StoreError(f"{place}: there is no such bucket") from None
-        raise NotThereError(f"{place}: is not there") from None
+            raise StoreError(f"{address}: there is no such bucket") from None
+        raise NotThereError(f"{address}: is not there") from None
     except Exception as error:  # obstore's own, OSError and ValueError
         text = str(error).partition("<?xml")[0].partition("\n")[0]
         text = _REQUEST.sub("", text)
-        why = one_line(Exception(text))[:MOST_SHOWN].rstrip(" -:")
+        why = one_line(Exception(text))[:MOST_OF_A_STORE_MESSAGE].rstrip(" -:")
         name = type(error).__name__
         kind = StoreError
         if name in DENIED or "(code: AccessDenied)" in why:  # the latter of S3's delete
@@ -431,4 +431,4 @@ def _translated(place: str) -> Iterator[None]:
         elif name == "InvalidPathError":
             kind = InvalidKeyError
             why += "; remove it"
-        raise kind(f"{place}: {why or name}") from None
+        raise kind(f"{address}: {why or name}") from None

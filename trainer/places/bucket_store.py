@@ -46,8 +46,8 @@ class BucketStore(Store):
         return BucketWriter(Fence(self._bucket, step, reached, launch))
 
     def find_runs(self, depth: int) -> list[tuple[datetime, str]]:
-        if found := newest_lease(self._bucket):
-            return [(found[1], self.address)]
+        if lease := newest_lease(self._bucket):
+            return [(lease[1], self.address)]
         below = [f"{self.address}/{name}" for name in self._bucket.folders()] if depth else []
         return [run for each in below for run in open_store(each, False).find_runs(depth - 1)]
 

@@ -23,8 +23,8 @@ from trainer.places.listing import Listing, newest_lease, read_lease, read_listi
 
 RENEW_S = 10.0  # between two renewals of the lease
 EXPIRY_S = 35.0  # of a lease that is not renewed: its writer has ended, or has no network
-POLL_S = 0.5
-ANNOUNCE_S = 1.0
+LEASE_POLL_S = 0.5
+ANNOUNCE_WAIT_S = 1.0
 OF_LAUNCH = ("launch", "starters")
 CLOCK = "clock"  # a file that is written to read the store's clock
 
@@ -109,9 +109,9 @@ class Fence:
         facts = {**self._facts, "beat": self._beats, "writers": writers, "released": is_released}
         return json.dumps(facts).encode()
 
-    def _await_end(self, number: int) -> None:
+    def _await_end(self, fence: int) -> None:
         """Return once the last writer has ended. Raises ConfigError if it has not."""
-        name = f"{number:06d}/{LEASE}"
+        name = f"{fence:06d}/{LEASE}"
         facts = read_lease(self.bucket, name)
         owner = Owner.of(facts)
         who = owner.describe()
@@ -127,11 +127,11 @@ class Fence:
         self.bucket.put(CLOCK, b"")
         age_s = (self.bucket.state_of(CLOCK)[0] - first[0]).total_seconds()
         end = time.monotonic() + EXPIRY_S - age_s
-        if end - time.monotonic() > ANNOUNCE_S:
+        if end - time.monotonic() > ANNOUNCE_WAIT_S:
             line = f"{self.bucket.address}: waiting until the lease of {who} expires ..."
             print(visible(line), file=sys.stderr, flush=True)
         while time.monotonic() < end:
-            time.sleep(POLL_S)
+            time.sleep(LEASE_POLL_S)
             if self.bucket.state_of(name) != first:
                 raise refusal
 

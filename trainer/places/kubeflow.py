@@ -28,7 +28,7 @@ OF_TRAINJOB = {  # variables that Kubeflow sets, and the one that turns it off i
 POST_EVERY_S = 5.0  # as transformers posts: the server limits the rate
 POST_S = 5.0
 MOST_METRICS = 200
-PLAIN = re.compile(r"[\x21-\x7e]+")  # of a header
+HEADER_CHARACTERS = re.compile(r"[\x21-\x7e]+")  # of a header
 
 
 def open_sink(address: str, say: Say) -> Sink | None:
@@ -98,8 +98,8 @@ class Kubeflow(Sink):
         step, num_steps = self._at
         if not num_steps:
             return {}
-        now = time.monotonic()
-        self._first = self._first or (step, now)
+        clock = time.monotonic()
+        self._first = self._first or (step, clock)
         first, since = self._first
         values = {**self._values, "current_step": step, "total_steps": num_steps}
         names = sorted(values, key=lambda name: name not in ("current_step", "total_steps"))
@@ -109,31 +109,31 @@ class Kubeflow(Sink):
         if self._is_done:
             status |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
         elif step > first:
-            left_s = (now - since) / (step - first) * (num_steps - step)
+            left_s = (clock - since) / (step - first) * (num_steps - step)
             status["estimatedRemainingSeconds"] = min(int(left_s), 2**31 - 1)
         return status
 
     def _post(self, status: Mapping[str, Any]) -> None:
         """Post it. Raises errors whose texts have nothing of the token."""
-        place = urlsplit(self._address)
-        if place.scheme != "https" or not place.hostname:
+        address = urlsplit(self._address)
+        if address.scheme != "https" or not address.hostname:
             raise ConfigError(
                 f"{OF_TRAINJOB['url']}: must be an address, as in https://host/status"
             )
         with _named(OF_TRAINJOB["token"]):
-            place_of = Path(os.environ.get(OF_TRAINJOB["token"]) or "no file")
-            token = place_of.read_text(errors="replace").strip()
-        if not PLAIN.fullmatch(token):
+            token_path = Path(os.environ.get(OF_TRAINJOB["token"]) or "no file")
+            token = token_path.read_text(errors="replace").strip()
+        if not HEADER_CHARACTERS.fullmatch(token):
             raise ConfigError(f"{OF_TRAINJOB['token']}: must be a file with a token")
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        body = json.dumps({"trainerStatus": {**status, "lastUpdatedTime": now}})
+        timestamp = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        body = json.dumps({"trainerStatus": {**status, "lastUpdatedTime": timestamp}})
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         with _named(OF_TRAINJOB["ca"]):
             context = ssl.create_default_context(cafile=os.environ.get(OF_TRAINJOB["ca"]))
         # follows no redirect, which would send the token elsewhere
-        link = HTTPSConnection(place.hostname, place.port, timeout=POST_S, context=context)
+        link = HTTPSConnection(address.hostname, address.port, timeout=POST_S, context=context)
         try:
-            link.request("POST", f"{place.path}?{place.query}".rstrip("?"), body, headers)
+            link.request("POST", f"{address.path}?{address.query}".rstrip("?"), body, headers)
             code = link.getresponse().status
         finally:
             link.close()
@@ -143,5 +143,5 @@ class Kubeflow(Sink):
     def _tell(self, why: str) -> None:
         if not self._is_told:
             self._is_told = True
-            place = f"{OF_TRAINJOB['url']}: " * (not why.startswith("KUBEFLOW"))
-            self._say(f"warning: {place}{why}; the run goes on, and it is tried again")
+            prefix = f"{OF_TRAINJOB['url']}: " * (not why.startswith("KUBEFLOW"))
+            self._say(f"warning: {prefix}{why}; the run goes on, and it is tried again")

@@ -26,7 +26,7 @@ from trainer.places.bucket import LEASE, Bucket
 _FENCE = re.compile(r"[0-9]{6,}")  # without digits of other scripts, which int() takes
 _CHECKPOINT = re.compile(r"([0-9]{6,})/checkpoints/step-([0-9]{8,})/manifest\.json")
 _RECORDED = "|".join(re.escape(name) for name in (*RECORD, LEASE))
-_OWN = re.compile(rf"([0-9]{{6,}})/(?:{_RECORDED}|checkpoints/step-[0-9]{{8,}}/[^/]+)")
+_OWN_FILE = re.compile(rf"([0-9]{{6,}})/(?:{_RECORDED}|checkpoints/step-[0-9]{{8,}}/[^/]+)")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Listing:
 
     def checkpoints(self) -> dict[int, str]:
         """Return the folders of those checkpoints that count, by step, oldest first."""
-        found: dict[int, str] = {}
+        folders: dict[int, str] = {}
         begun = {fence: first for fence, first in self.writers if first is not None}
         names = [name for name in self.own() if self.sizes[name]]  # an empty one is being written
         published = [match for name in names if (match := _CHECKPOINT.fullmatch(name))]
@@ -59,17 +59,19 @@ class Listing:
             fence, step = int(match[1]), int(match[2])
             later = [first for other, first in begun.items() if other > fence]
             if step <= min(later, default=step):
-                found[step] = match[0].rpartition("/")[0]
-        return dict(sorted(found.items()))
+                folders[step] = match[0].rpartition("/")[0]
+        return dict(sorted(folders.items()))
 
     def own(self) -> dict[str, int]:
         """Return the files that writers of this run have written, with their fences.
 
         All others are somebody else's: below the address there may be other runs, or data.
         """
-        known = {fence for fence, _ in self.writers}
-        fences = {name: int(match[1]) for name in self.sizes if (match := _OWN.fullmatch(name))}
-        return {name: fence for name, fence in fences.items() if fence in known}
+        writer_fences = {fence for fence, _ in self.writers}
+        fences = {
+            name: int(match[1]) for name in self.sizes if (match := _OWN_FILE.fullmatch(name))
+        }
+        return {name: fence for name, fence in fences.items() if fence in writer_fences}
 
     def home(self) -> str:
         """Return the folder of the newest writer that has written its settings."""
@@ -124,7 +126,7 @@ def newest_lease(bucket: Bucket) -> tuple[int, datetime] | None:
     A folder without a lease, such as one that is named by a date, is somebody else's.
     """
     fences = [int(name) for name in bucket.folders() if _FENCE.fullmatch(name)]
-    for number in sorted(fences, reverse=True):
+    for fence in sorted(fences, reverse=True):
         with suppress(NotThereError):
-            return number, bucket.state_of(f"{number:06d}/{LEASE}")[0]
+            return fence, bucket.state_of(f"{fence:06d}/{LEASE}")[0]
     return None

@@ -23,11 +23,11 @@ from trainer.core.config.schema import CheckpointSettings
 from trainer.core.config.stores import RECORD, Events, Mirror, StoreError
 from trainer.core.errors import CheckpointError, one_line
 from trainer.places.bucket import DeniedError
-from trainer.places.fence import ANNOUNCE_S, Fence, FenceError
+from trainer.places.fence import ANNOUNCE_WAIT_S, Fence, FenceError
 from trainer.places.listing import Listing, folder_of, read_listing, step_of
 
-FIRST_DELAY_S = 1.0  # after a failure
-MOST_DELAY_S = 30.0
+FIRST_COPY_DELAY_S = 1.0  # after a failure
+MOST_COPY_DELAY_S = 30.0
 BEAT_S = 0.25  # while the end of a run waits for the copy
 
 
@@ -75,10 +75,10 @@ class Mirrored:
         self._record = {n: d for n, d in self._record.items() if f"{own}/{n}" in held.sizes}
         self._places = {}
         self._scores = {}
-        for step, place in held.checkpoints().items():
-            if self._is_whole(place, held):
-                self._places[step] = place
-                self._scores |= self._score(step, self._manifests[place])
+        for step, folder in held.checkpoints().items():
+            if self._is_whole(folder, held):
+                self._places[step] = folder
+                self._scores |= self._score(step, self._manifests[folder])
         self._is_clean = self._find_clean(held)
         self._is_read = True
 
@@ -86,27 +86,27 @@ class Mirrored:
         """Read again what there is, as after a failure nothing is certain."""
         self._is_read = False
 
-    def _is_whole(self, place: str, held: Listing) -> bool:
+    def _is_whole(self, folder: str, held: Listing) -> bool:
         """Return True if a checkpoint has a valid manifest and its files; tell once if not."""
-        if place not in self._manifests:
-            self._manifests[place] = self._read_manifest(place, held.sizes)
-        manifest = self._manifests[place]
+        if folder not in self._manifests:
+            self._manifests[folder] = self._read_manifest(folder, held.sizes)
+        manifest = self._manifests[folder]
         for name, entry in manifest.get("files", {}).items():
-            size = held.sizes.get(f"{place}/{name}")
+            size = held.sizes.get(f"{folder}/{name}")
             if size != entry["bytes"]:
                 what = "is not there" if size is None else f"has {size:,} bytes"
-                self._tell(f"""{self._bucket.address}/{place}/{name}: {what},
+                self._tell(f"""{self._bucket.address}/{folder}/{name}: {what},
                     {entry["bytes"]:,} were written""")
-                self._manifests[place] = {}
+                self._manifests[folder] = {}
                 return False
         return bool(manifest)
 
-    def _read_manifest(self, place: str, sizes: Mapping[str, int]) -> Mapping[str, Any]:
-        name = f"{place}/{MANIFEST}"
+    def _read_manifest(self, folder: str, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+        name = f"{folder}/{MANIFEST}"
         try:
             if sizes[name] > MOST_OF_JSON:
                 raise CheckpointError(f"{name}: has {sizes[name]:,} bytes, too many for one")
-            return transaction.parse_manifest(self._bucket.get(name), Path(place))
+            return transaction.parse_manifest(self._bucket.get(name), Path(folder))
         except CheckpointError as error:
             self._tell(f"{self._bucket.address}/{error}")
             return {}
@@ -162,17 +162,17 @@ class Mirrored:
         if not self._is_fit(step, path, manifest):
             return
         text = (path / MANIFEST).read_bytes()
-        place = f"{self._fence.folder}/checkpoints/{path.name}"
+        folder = f"{self._fence.folder}/checkpoints/{path.name}"
         for name in manifest["files"]:
-            self._bucket.put(f"{place}/{name}", path / name)
+            self._bucket.put(f"{folder}/{name}", path / name)
         self._fence.check()
-        if not self._bucket.create(f"{place}/{MANIFEST}", text):
-            if self._manifests.get(place):
-                raise StoreError(f"{self._bucket.address}/{place}/{MANIFEST}: is there already")
-            self._bucket.put(f"{place}/{MANIFEST}", text)  # of this writer, and damaged there
+        if not self._bucket.create(f"{folder}/{MANIFEST}", text):
+            if self._manifests.get(folder):
+                raise StoreError(f"{self._bucket.address}/{folder}/{MANIFEST}: is there already")
+            self._bucket.put(f"{folder}/{MANIFEST}", text)  # of this writer, and damaged there
         self._fence.check()  # before anything is removed: the next writer may not count this one
-        self._manifests[place] = manifest
-        self._places[step] = place
+        self._manifests[folder] = manifest
+        self._places[step] = folder
         self._scores |= self._score(step, manifest)
 
     def _is_fit(self, step: int, path: Path, manifest: Mapping[str, Any]) -> bool:
@@ -197,11 +197,11 @@ class Mirrored:
         damaged, and the record of earlier writers without a checkpoint.
         """
         own = self._fence.folder
-        published = [s for s, place in self._places.items() if place.startswith(f"{own}/")]
+        published = [s for s, folder in self._places.items() if folder.startswith(f"{own}/")]
         if not published or not self._may_remove:
             return
-        kept = self._kept(self._places.keys(), self._scores) | also
-        old = [s for s in self._places if s not in kept and s < max(published)]
+        kept_steps = self._kept(self._places.keys(), self._scores) | also
+        old = [s for s in self._places if s not in kept_steps and s < max(published)]
         if not old and self._is_clean:
             return
         held = read_listing(self._bucket)
@@ -282,13 +282,13 @@ class BucketMirror(Mirror):
         """
         limit_s = self._keep.mirror_timeout_s
         self._work.order(is_last=True)
-        if not self._wait(min(limit_s, ANNOUNCE_S), beat):
+        if not self._wait(min(limit_s, ANNOUNCE_WAIT_S), beat):
             rest = self._missing()
             self._events.say(f"{rest}; waiting for it at most {limit_s:g} s ...")
-            self._wait(limit_s - ANNOUNCE_S, beat)
+            self._wait(limit_s - ANNOUNCE_WAIT_S, beat)
         self._fence.abandon()
         if self._work.end():
-            self._thread.join(ANNOUNCE_S)
+            self._thread.join(ANNOUNCE_WAIT_S)
             newest = self._there.newest
             if newest:
                 self._events.say(f"mirrored: {self._keep.mirror} has step {newest:,}")
@@ -321,7 +321,7 @@ class BucketMirror(Mirror):
 
     def _follow(self) -> None:
         """Do what was ordered, again and again after a failure, until the end."""
-        delay = FIRST_DELAY_S
+        delay = FIRST_COPY_DELAY_S
         while (is_last := self._work.take()) is not None:
             try:
                 self._bring_over(is_last)
@@ -335,12 +335,12 @@ class BucketMirror(Mirror):
                 if self._work.fail(one_line(error)):
                     more = "the run goes on, and it is tried again"
                     self._tell(f"checkpoint.mirror={self._keep.mirror}: {error}; {more}")
-                self._work.pause(min(delay, MOST_DELAY_S))
+                self._work.pause(min(delay, MOST_COPY_DELAY_S))
                 delay *= 2
                 continue
             if self._work.succeed():
                 self._events.say(f"checkpoint.mirror={self._keep.mirror}: answers again")
-            delay = FIRST_DELAY_S
+            delay = FIRST_COPY_DELAY_S
 
     def _fail(self, error: Exception) -> None:
         self._work.lose(one_line(error))
@@ -419,7 +419,7 @@ class _Work:
             if not self._is_last:
                 self._turn.wait_for(lambda: self._is_ended or self._is_last, seconds)
             else:
-                self._turn.wait_for(lambda: self._is_ended, FIRST_DELAY_S)
+                self._turn.wait_for(lambda: self._is_ended, FIRST_COPY_DELAY_S)
             self._is_ordered = True
 
     def succeed(self) -> bool:

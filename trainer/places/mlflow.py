@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from trainer.core.record.trackers.opening import KnownObserver
 
 MOST_OF_A_BATCH = 100  # MLflow's limit on parameters in one request
-FOREIGN = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names
+REFUSED_CHARACTERS = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names
 
 
 class MLflow(KnownObserver):
@@ -38,22 +38,24 @@ class MLflow(KnownObserver):
 
     def _create(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.config.task.name)
-        found = self._client.get_experiment_by_name(name)
-        number = found.experiment_id if found else self._client.create_experiment(name)
-        made = self._client.create_run(number, run_name=self.directory.name)
-        return str(made.info.run_id)
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
+        run = self._client.create_run(experiment_id, run_name=self.directory.name)
+        return str(run.info.run_id)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
+        timestamp_ms = int(1000 * time.time())
         metrics = []
         for name, value in values.items():
-            allowed = FOREIGN.sub("_", name)
+            allowed = REFUSED_CHARACTERS.sub("_", name)
             if math.isfinite(value) and step > self._last.get(
                 allowed, -1
             ):  # a restart repeats some
-                metrics.append(Metric(allowed, value, now, step))
+                metrics.append(Metric(allowed, value, timestamp_ms, step))
         self._client.log_batch(self._run, metrics=metrics)
 
     def end(self, code: int, reason: str) -> None:

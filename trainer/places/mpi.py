@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainer.core.errors import ConfigError, RunError
 
-NAME = "mpi4py"  # torch reserves the name "mpi"
+BACKEND_NAME = "mpi4py"  # torch reserves the name "mpi"
 MPI: Any = None  # mpi4py.MPI, set by `register`: importing it starts MPI, which takes 0.25 s
 
 Tensors = Sequence[Tensor]
@@ -45,7 +45,13 @@ _CAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool
 _OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 _OPS_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}  # stored as 0 and 1
 # Types for data that is only moved, by element size in bytes.
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_MOVED_TYPES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
 
 _lock = threading.Lock()  # held during every call into MPI
 _abandoned: list[Any] = []  # requests that nobody waits for; they keep MPI's memory alive
@@ -60,7 +66,7 @@ def register() -> str:
     """
     global MPI
     if MPI is not None:
-        return NAME
+        return BACKEND_NAME
     try:
         import mpi4py
 
@@ -75,8 +81,8 @@ def register() -> str:
         raise ConfigError("""dist.backend=mpi: this MPI library was built for one thread;
             use another, or gloo""")
     MPI = library
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    return NAME
+    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu"])
+    return BACKEND_NAME
 
 
 def _create(options: Any, _: Any) -> MpiGroup:
@@ -334,7 +340,7 @@ def _message(wire: Tensor, dtype: torch.dtype | None = None) -> Any:
     if wire.numel() >= 2**31:
         raise ConfigError(f"""dist.backend=mpi: a tensor has {wire.numel()} elements;
             MPI allows at most 2**31 - 1; use gloo""")
-    return wire.view(-1).view(dtype or _UNITS[wire.itemsize]).numpy()
+    return wire.view(-1).view(dtype or _MOVED_TYPES[wire.itemsize]).numpy()
 
 
 def _move(start: Start, tensor: Tensor) -> _Part:

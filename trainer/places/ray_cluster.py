@@ -22,15 +22,15 @@ from trainer.core.errors import ConfigError, RunError, counted, one_line
 TESTED = "2.60.0"  # Ray's version in constraints.txt, and the one that the tests run
 ADDRESS = "RAY_ADDRESS"
 CHECK_RAY = "check the cluster with: ray status"
-POLL_S = 1.0
+PLACE_POLL_S = 1.0
 PLACED_S = 10.0  # nodes that look free may be full, or leave
 FREED_S = 5.0  # until Ray counts what ranks that have ended leave free
 MOST_ADDRESS = 300  # bytes of an address in a file
-ANSWER_S = 10.0  # Ray itself waits 2 minutes for its cluster, and then ends this process
+CLUSTER_ANSWER_S = 10.0  # Ray itself waits 2 minutes for its cluster, and then ends this process
 # In another process: a client in this one repeats and prints its failures for over 30 s.
-PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+PROBE_PROGRAM = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 PROBE_S = 20.0
-OWN = {"lockstep": "own"}  # the label of a cluster that ends with its run
+OWN_LABEL = {"lockstep": "own"}  # the label of a cluster that ends with its run
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -115,41 +115,41 @@ class Cluster:
         Takes as many ranks as there is room for, of the numbers that the layout allows. Raises
         RunError when asked to stop, by a signal in `asked`.
         """
-        number = self._choose_number()
+        size = self._choose_number()
         least = self._counts.least
         since, is_told = time.monotonic(), False
         while True:
             group = self.ray.util.placement_group(
-                [self.needs] * number,
+                [self.needs] * size,
                 strategy="PACK",
-                bundle_label_selector=[dict(self._config.labels)] * number,
+                bundle_label_selector=[dict(self._config.labels)] * size,
             )
-            while not group.wait(POLL_S):
+            while not group.wait(PLACE_POLL_S):
                 if asked:
                     self.ray.util.remove_placement_group(group)
                     raise RunError("asked to stop before all ranks had a place")
                 waited = time.monotonic() - since
-                if waited > PLACED_S and number > least:
+                if waited > PLACED_S and size > least:
                     break
                 if waited > PLACED_S and not is_told:
-                    say(f"waits for places for {number} ranks: {self._has()}")
+                    say(f"waits for places for {size} ranks: {self._has()}")
                     is_told = True
             else:
-                return group, self._fill(kind, group, number)
+                return group, self._fill(kind, group, size)
             self.ray.util.remove_placement_group(group)
-            number = self._counts.largest_within(number - 1)
+            size = self._counts.largest_within(size - 1)
             since = time.monotonic()
 
     def _choose_number(self) -> int:
         """Return the largest number of ranks that there is room for, the least one without."""
-        number = self._counts.least
+        size = self._counts.least
         end = time.monotonic() + FREED_S
-        while number < self._counts.most and time.monotonic() < end:
-            number = max(number, self._counts.largest_within(self.room()))
+        while size < self._counts.most and time.monotonic() < end:
+            size = max(size, self._counts.largest_within(self.room()))
             time.sleep(0.2)
-        return number
+        return size
 
-    def _fill(self, kind: type, group: Any, number: int) -> list[Any]:
+    def _fill(self, kind: type, group: Any, size: int) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor = self.ray.remote(kind).options(
@@ -160,7 +160,7 @@ class Cluster:
             resources={k: v for k, v in self.needs.items() if k not in ("CPU", "GPU", "memory")},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         )
-        return [actor.remote() for _ in range(number)]
+        return [actor.remote() for _ in range(size)]
 
     def _has(self) -> str:
         free = self.ray.available_resources()
@@ -212,7 +212,7 @@ def _join(ray: Any) -> bool:
         # such as another version of Ray
         raise ConfigError(f"""launch=ray: the cluster refuses this process: {one_line(error)};
             check that Ray and Python have the versions of the cluster""") from None
-    if address in ("", "auto") and any(_has_labels(n["Labels"], OWN) for n in ray.nodes()):
+    if address in ("", "auto") and any(_has_labels(n["Labels"], OWN_LABEL) for n in ray.nodes()):
         ray.shutdown()
         return False
     return True
@@ -221,7 +221,7 @@ def _join(ray: Any) -> bool:
 def _start_own(ray: Any) -> None:
     """Start a cluster on this machine. Raises ConfigError with Ray's reason if that fails."""
     try:
-        ray.init("local", include_dashboard=False, labels=OWN, **QUIET)
+        ray.init("local", include_dashboard=False, labels=OWN_LABEL, **QUIET)
     except Exception as error:  # Ray raises any, such as OSError for a folder that it cannot write
         raise ConfigError(f"""launch=ray: Ray cannot start a cluster on this machine:
             {one_line(error)}; set RAY_TMPDIR to a folder with a short path,
@@ -258,8 +258,8 @@ def _check_answer(address: str) -> None:
         raise ConfigError(f"""{ADDRESS}={address}: must be the host and port of the cluster's head,
             as in node0:6379; start the run on a node of the cluster, or by ray job submit""")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-        words = [sys.executable, "-c", PROBE, address]
+        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_ANSWER_S).close()
+        words = [sys.executable, "-c", PROBE_PROGRAM, address]
         probe = subprocess.run(words, capture_output=True, timeout=PROBE_S)  # noqa: S603
     except (OSError, OverflowError, ValueError, subprocess.TimeoutExpired):
         raise _no_answer(address) from None
@@ -308,11 +308,11 @@ def _needs_of(config: LaunchSettings, has: Mapping[str, float]) -> dict[str, flo
     if gpus is None:
         gpus = float(has.get("GPU", 0) > 0)
     needs = {"CPU": config.cpus_per_rank, "GPU": gpus, **config.resources}
-    return {name: number for name, number in needs.items() if number}
+    return {name: amount for name, amount in needs.items() if amount}
 
 
 def _fits(needs: Mapping[str, float], has: Mapping[str, float]) -> int:
-    return int(min(has.get(name, 0) / number for name, number in needs.items()))
+    return int(min(has.get(name, 0) / amount for name, amount in needs.items()))
 
 
 def _shortage(config: LaunchSettings, needs: Mapping[str, float], has: Mapping[str, float]) -> str:
@@ -343,24 +343,26 @@ def describe(config: LaunchSettings) -> dict[str, str]:
         has = free = [_resources_here()]
         needs = _needs_of(config, has[0])
     sums = [f"{sum(n.get(name, 0) for n in has):g} {name}s" for name in ("CPU", "GPU")]
-    each = " and ".join(f"{number:g} {name}" for name, number in needs.items())
-    found = f"Ray {ray.__version__}; cluster: {where}, {' and '.join(sums)}; a rank takes {each}"
+    each = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
+    cluster_text = (
+        f"Ray {ray.__version__}; cluster: {where}, {' and '.join(sums)}; a rank takes {each}"
+    )
     room = [sum(_fits(needs, node) for node in nodes) for nodes in (has, free)]
-    return _judge(config, ray.__version__, found, *room)
+    return _judge(config, ray.__version__, cluster_text, *room)
 
 
 def _judge(
-    config: LaunchSettings, version: str, found: str, room: int, free: int
+    config: LaunchSettings, version: str, cluster_text: str, room: int, free: int
 ) -> dict[str, str]:
     """Return the check for a cluster with room for so many ranks, and for so many at this time."""
     least = range_of(config)[0]
     asked = str(config.ranks).replace(" ", "")
-    text = f"{found}: room for {counted(room, 'rank')}, {free} of them now"
+    text = f"{cluster_text}: room for {counted(room, 'rank')}, {free} of them now"
     if least > room:
         advice = f"set launch.ranks={room}, " if room else ""
         advice += "reserve less by launch.cpus_per_rank and launch.gpus_per_rank, or add nodes"
-        found = f"launch.ranks={asked}: does not fit; {text}"
-        return {"result": "fail", "found": found, "advice": advice}
+        refusal = f"launch.ranks={asked}: does not fit; {text}"
+        return {"result": "fail", "found": refusal, "advice": advice}
     text += f"; launch.ranks={asked} fits"
     if least > free:
         advice = "other jobs have the rest: the run will wait until they end"
@@ -385,8 +387,8 @@ def _answer(words: str) -> dict[str, str]:
     try:
         return describe(LaunchSettings(**json.loads(words)))
     except ConfigError as error:
-        found, _, advice = str(error).partition("; ")
-        return {"result": "fail", "found": found, "advice": advice or CHECK_RAY}
+        problem, _, advice = str(error).partition("; ")
+        return {"result": "fail", "found": problem, "advice": advice or CHECK_RAY}
 
 
 if __name__ == "__main__":

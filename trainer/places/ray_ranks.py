@@ -31,11 +31,11 @@ from trainer.core.distributed.signals import SIGNALS, STOPPED, check_start, inte
 from trainer.core.errors import one_line
 from trainer.core.process.child import end_with_parent, signals_passed_on
 from trainer.core.setup.early_checks import list_sizes
-from trainer.places.ray_cluster import POLL_S, Cluster, range_of, say
+from trainer.places.ray_cluster import PLACE_POLL_S, Cluster, range_of, say
 
 # Ray's runtime environments have the others
 PASSED_ON = ("PYTHONPATH", launchers.SCRIPT, threads.NAME)
-LOST = -signal.SIGKILL  # as the exit code of a rank whose node or actor is gone
+LOST_CODE = -signal.SIGKILL  # as the exit code of a rank whose node or actor is gone
 NOT_STARTED = 1
 SIGNAL_S = 0.2  # `ray job stop` kills this process 3 s after its signal by default
 OTHERS_S = 30.0  # after the first failure, for the ranks that wait for the lost one
@@ -76,8 +76,8 @@ class Place:
         try:
             with self._turn:
                 process = self._process = self._start(words, variables, folder)
-                for number in self._early:
-                    process.send_signal(number)
+                for signal_number in self._early:
+                    process.send_signal(signal_number)
             self._code = self._copy_until_the_end(process)
         except Exception as error:  # such as EAGAIN and ENOMEM
             line = f"error: a rank cannot be started on {socket.gethostname()}: {one_line(error)}\n"
@@ -111,7 +111,7 @@ class Place:
             reader.start()
         code = process.wait()
         for reader in readers:
-            reader.join(POLL_S)  # a process that the rank left may hold its output
+            reader.join(PLACE_POLL_S)  # a process that the rank left may hold its output
         return code
 
     def _copy(self, stream: IO[bytes], is_error: bool) -> None:
@@ -122,22 +122,22 @@ class Place:
                 log.write(line.decode(errors="replace"))
 
     def read(self) -> tuple[list[tuple[bool, bytes]], int | None]:
-        """Return lines of output, and the exit code, after at most POLL_S."""
+        """Return lines of output, and the exit code, after at most PLACE_POLL_S."""
         code = self._code  # before the lines: the last ones are there when it is
         lines = []
         with suppress(queue.Empty):
-            lines.append(self._output.get(timeout=0 if code is not None else POLL_S))
+            lines.append(self._output.get(timeout=0 if code is not None else PLACE_POLL_S))
             while True:
                 lines.append(self._output.get_nowait())
         return lines, code
 
-    def send(self, number: int) -> None:
+    def send(self, signal_number: int) -> None:
         """Send a signal to the rank, as soon as it has started."""
         with self._turn:
             if self._process is None:
-                self._early.append(number)
+                self._early.append(signal_number)
             elif self._code is None:
-                self._process.send_signal(number)
+                self._process.send_signal(signal_number)
 
 
 class Attempt:
@@ -170,22 +170,22 @@ class Attempt:
 
     def run(self, asked: list[int]) -> None:
         """Place and start the ranks, show what they write, and wait for their end."""
-        group, places = self._cluster.place(Place, asked)
+        group, actors = self._cluster.place(Place, asked)
         try:
-            self._begin(places)
+            self._begin(actors)
             self._watch(asked)
         except self._ray.exceptions.RayError:  # a node was lost before all ranks had begun
-            self.codes.setdefault(0, LOST)
+            self.codes.setdefault(0, LOST_CODE)
         finally:
-            for place in places:
-                self._ray.kill(place)
+            for actor in actors:
+                self._ray.kill(actor)
             self._ray.util.remove_placement_group(group)
 
-    def _begin(self, places: list[Any]) -> None:
-        told = self._ray.get([place.describe.remote() for place in places])
+    def _begin(self, actors: list[Any]) -> None:
+        told = self._ray.get([actor.describe.remote() for actor in actors])
         # ranks of a node have adjacent numbers, as under torchrun
-        order = sorted(range(len(places)), key=lambda each: told[each][::-1])
-        self._places = [places[each] for each in order]
+        order = sorted(range(len(actors)), key=lambda each: told[each][::-1])
+        self._places = [actors[each] for each in order]
         self._nodes = [told[each][1] for each in order]
         nodes = list(dict.fromkeys(self._nodes))
         sizes = Counter(self._nodes)
@@ -195,7 +195,7 @@ class Attempt:
         for rank, node in enumerate(self._nodes):
             variables = {
                 "RANK": rank,
-                "WORLD_SIZE": len(places),
+                "WORLD_SIZE": len(actors),
                 "LOCAL_RANK": seen[node],
                 "LOCAL_WORLD_SIZE": sizes[node],
                 "GROUP_RANK": nodes.index(node),
@@ -210,7 +210,7 @@ class Attempt:
         self._began = time.monotonic()
 
     def _watch(self, asked: list[int]) -> None:
-        waiting = {place.read.remote(): rank for rank, place in enumerate(self._places)}
+        waiting = {actor.read.remote(): rank for rank, actor in enumerate(self._places)}
         end = float("inf")
         sent = 0
         is_refused = False
@@ -225,22 +225,22 @@ class Attempt:
             if 2 in self.codes.values() and not is_refused:
                 is_refused = True
                 self._send(signal.SIGTERM)  # others may wait for this one to connect
-            for number in asked[sent:]:
-                self._send(number)
+            for signal_number in asked[sent:]:
+                self._send(signal_number)
             sent = len(asked)
             may_move = done and not (asked or self.moves or self.codes)
             if may_move and (why := self._why_elsewhere()):
                 self.moves = why
                 self._send(signal.SIGTERM)
         self._ended_late = {*waiting.values()}
-        self.codes |= dict.fromkeys(self._ended_late, LOST)
+        self.codes |= dict.fromkeys(self._ended_late, LOST_CODE)
 
     def _take(self, rank: int, reference: Any) -> bool:
         """Show what a rank has written. Return True if it has ended."""
         try:
             lines, code = self._ray.get(reference)
         except self._ray.exceptions.RayError:
-            lines, code = [], LOST
+            lines, code = [], LOST_CODE
         for is_error, line in lines:
             stream = sys.stderr.buffer if is_error else sys.stdout.buffer
             stream.write(line)
@@ -265,9 +265,9 @@ class Attempt:
             return "there is room for more ranks"
         return ""
 
-    def _send(self, number: int) -> None:
-        for place in self._places:
-            place.send.remote(number)
+    def _send(self, signal_number: int) -> None:
+        for actor in self._places:
+            actor.send.remote(signal_number)
 
 
 def launch(config: Config, words: Sequence[str]) -> int:
@@ -285,9 +285,9 @@ def launch(config: Config, words: Sequence[str]) -> int:
     asked: list[int] = []
     with _end_reported() as leave, signals_passed_on(SIGNALS, asked.append):
 
-        def end(number: int) -> None:
+        def end(signal_number: int) -> None:
             leave()
-            interrupt(number, None)
+            interrupt(signal_number, None)
 
         with signals_passed_on(SIGNALS, end):
             # it takes seconds, and there is nothing to save
@@ -300,7 +300,7 @@ def launch(config: Config, words: Sequence[str]) -> int:
             cluster.ray.shutdown()
 
 
-ENDED = (
+ENDED_BY_RAY = (
     "error: launch=ray: Ray has ended this process, as it does when it loses the cluster's head or"
     " this node's raylet, or it was killed; its ranks end too; start the cluster and the run again,"
     " with run.resume=auto\n"
@@ -318,11 +318,11 @@ def _end_reported() -> Iterator[Callable[[], object]]:
     guard = os.fork()
     if guard == 0:
         os.setsid()
-        for number in (*SIGNALS, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        for signal_number in (*SIGNALS, signal.SIGHUP):
+            signal.signal(signal_number, signal.SIG_IGN)
         os.close(writer)
         if not os.read(reader, 1):
-            os.write(2, ENDED.encode())
+            os.write(2, ENDED_BY_RAY.encode())
         os._exit(0)
     os.close(reader)
     try:

@@ -26,32 +26,32 @@ from trainer.prove.worker_session import continue_in_session, end_as_by_interrup
 HEADER = ("command", "ranks", *COLUMNS, "result")
 
 
-def show(found: PairComparison) -> None:
+def show(comparison: PairComparison) -> None:
     """Print the table, what differs and why, and the overall result."""
-    steps = f"{found.num_steps} steps in {found.bounds.name}"
+    steps = f"{comparison.num_steps} steps in {comparison.bounds.name}"
     print(f"{steps}; largest relative difference from A")
-    print_table(HEADER, list_rows(found))
-    for line in [*sentences(found), *(f"note: {note}" for note in found.notes)]:
+    print_table(HEADER, list_rows(comparison))
+    for line in [*sentences(comparison), *(f"note: {note}" for note in comparison.notes)]:
         print(visible(line))
-    if found.is_same:
+    if comparison.is_same:
         print("proved: both commands learned the same")
     else:
-        print(f"NOT the same: {found.result}")
+        print(f"NOT the same: {comparison.result}")
 
 
-def list_rows(found: PairComparison) -> list[list[str]]:
+def list_rows(comparison: PairComparison) -> list[list[str]]:
     """Return the rows of both commands."""
-    shown = [_cell(found, column) for column in COLUMNS]
+    shown = [_cell(comparison, column) for column in COLUMNS]
     return [
-        [found.one.name, str(found.one.size), *[""] * len(COLUMNS), "reference"],
-        [found.other.name, str(found.other.size), *shown, found.result],
+        [comparison.one.name, str(comparison.one.size), *[""] * len(COLUMNS), "reference"],
+        [comparison.other.name, str(comparison.other.size), *shown, comparison.result],
     ]
 
 
-def _cell(found: PairComparison, column: str) -> str:
-    value = found.worst[column]
+def _cell(comparison: PairComparison, column: str) -> str:
+    value = comparison.worst[column]
     if column in ("examples", "evaluation"):
-        if column == "evaluation" and not found.is_evaluated:
+        if column == "evaluation" and not comparison.is_evaluated:
             return "-"
         return "differ" if value else "same"
     return _digits(value)
@@ -61,62 +61,62 @@ def _digits(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}"
 
 
-def sentences(found: PairComparison) -> list[str]:
+def sentences(comparison: PairComparison) -> list[str]:
     """Return two lines for each difference: where it is, and its likely reason."""
     lines = []
-    for each in found.deviations:
+    for each in comparison.deviations:
         is_before = each.kind in ("initial weights", "steps", *OF_NO_STEP)
-        number = found.number_of(each.place)
-        when = "" if is_before else f"step {number}: "
+        step = comparison.number_of(each.place)
+        when = "" if is_before else f"step {step}: "
         lines.append(f"{when}{each.where}")
         if each.reason:
             lines.append(f"  likely reason: {each.reason}")
     return lines
 
 
-def as_dictionary(found: PairComparison) -> dict[str, Any]:
+def as_dictionary(comparison: PairComparison) -> dict[str, Any]:
     """Return the result for --json."""
     return {
-        "is_same": found.is_same,
-        "steps": found.num_steps,
-        "arithmetic": found.bounds.name,
-        "commands": {each.name: each.command for each in (found.one, found.other)},
-        "ranks": {each.name: each.size for each in (found.one, found.other)},
-        "largest_difference": found.worst,
+        "is_same": comparison.is_same,
+        "steps": comparison.num_steps,
+        "arithmetic": comparison.bounds.name,
+        "commands": {each.name: each.command for each in (comparison.one, comparison.other)},
+        "ranks": {each.name: each.size for each in (comparison.one, comparison.other)},
+        "largest_difference": comparison.worst,
         "differences": [
             {
                 "kind": each.kind,
-                "step": found.number_of(each.place),
+                "step": comparison.number_of(each.place),
                 "what": each.where,
                 "reason": each.reason,
             }
-            for each in found.deviations
+            for each in comparison.deviations
         ],
-        "notes": found.notes,
+        "notes": comparison.notes,
         "written": {
             each.name: [{"path": file.path, "what": file.what} for file in each.written]
-            for each in (found.one, found.other)
+            for each in (comparison.one, comparison.other)
         },
     }
 
 
-def write_page(found: PairComparison, folder: Path) -> Path:
+def write_page(comparison: PairComparison, folder: Path) -> Path:
     """Write report.html to the folder. Raises ConfigError without the extra `report`."""
-    pair = (found.one, found.other)
-    about = f"{found.num_steps} steps in {found.bounds.name}"
-    state = ("good", "the same") if found.is_same else ("bad", "not the same")
+    pair = (comparison.one, comparison.other)
+    about = f"{comparison.num_steps} steps in {comparison.bounds.name}"
+    state = ("good", "the same") if comparison.is_same else ("bad", "not the same")
     lead = " and ".join(each.command for each in pair)
     page = Page("Two commands", lead, [Status(*state, about)])
-    page.add(Section("Differences", sentences(found)))
-    page.add(Section("Largest relative differences", columns=HEADER, rows=list_rows(found)))
+    page.add(Section("Differences", sentences(comparison)))
+    page.add(Section("Largest relative differences", columns=HEADER, rows=list_rows(comparison)))
     kinds = ("losses", "gradients", "weights")
     steps = [
-        [str(found.number_of(place)), *(_digits(values[kind]) for kind in kinds)]
-        for place, values in enumerate(found.by_step)
+        [str(comparison.number_of(step_index)), *(_digits(values[kind]) for kind in kinds)]
+        for step_index, values in enumerate(comparison.by_step)
     ]
     page.add(Section("Differences by step", columns=("step", *kinds), rows=steps, is_folded=True))
-    page.add(Section("Notes", found.notes))
-    curves = {number: _losses(each) for number, each in enumerate(pair)}
+    page.add(Section("Notes", comparison.notes))
+    curves = {command_index: _losses(each) for command_index, each in enumerate(pair)}
     widths, note = overlay(curves)
     lines = [Line(pair[n].name, curve, n, widths[n]) for n, curve in curves.items()]
     page.add_charts([Chart("loss", lines, note=note, is_large=True)], 1, Section(""))
@@ -129,7 +129,7 @@ def write_page(found: PairComparison, folder: Path) -> Path:
 
 
 def _losses(history: CommandHistory) -> dict[int, float]:
-    return {place: step.losses["mean"] for place, step in enumerate(history.steps, 1)}
+    return {step_number: step.losses["mean"] for step_number, step in enumerate(history.steps, 1)}
 
 
 HELP = """usage: python -m trainer.prove task=<name> [layouts=ranks-2,ranks-3] [steps=10] [--bits]
@@ -171,16 +171,18 @@ command failed; 130 interrupted."""
 
 WORDS = {"steps": "20", "dtype": "auto", "limit": "900", "kill": "7", "out": ""}
 IS_TASK = re.compile(r"[+]{0,2}(task(\.trainer)?|run\.resume)=\S*$")  # a command has spaces
-DTYPES = ("auto", "fp64", "native")
+DTYPE_CHOICES = ("auto", "fp64", "native")
 
 
 def main(arguments: Sequence[str]) -> int:
     if any(IS_TASK.match(word) for word in arguments):
         return _prove_task(arguments)
     end_as_by_interrupt()
-    found = prove(arguments)
-    result = "same" if found.is_same else "not the same"
-    return answer(int(not found.is_same), result, as_dictionary(found), lambda: show(found))
+    comparison = prove(arguments)
+    result = "same" if comparison.is_same else "not the same"
+    return answer(
+        int(not comparison.is_same), result, as_dictionary(comparison), lambda: show(comparison)
+    )
 
 
 def _prove_task(arguments: Sequence[str]) -> int:
@@ -206,20 +208,20 @@ def prove(arguments: Sequence[str]) -> PairComparison:
     with private_views(folder, not words["out"]) as views:
         bench = Bench(folder, views, steps, words["dtype"], limit_s, _tell)
         if "--resume" in arguments:
-            found = prove_resume(bench, commands[0], commands[1], kill)
+            comparison = prove_resume(bench, commands[0], commands[1], kill)
         else:
-            found = prove_pair(bench, commands[0], commands[1])
-        _check_known(found)
-        found.notes.extend([*find_notes(found, views.is_whole), *views.find_notes()])
+            comparison = prove_pair(bench, commands[0], commands[1])
+        _check_known(comparison)
+        comparison.notes.extend([*find_notes(comparison, views.is_whole), *views.find_notes()])
         if words["out"]:
-            _write_page(found, folder)
-    return found
+            _write_page(comparison, folder)
+    return comparison
 
 
-def _check_known(found: PairComparison) -> None:
+def _check_known(comparison: PairComparison) -> None:
     """Raise ConfigError if ranks may exchange gradients by a library that is not recorded."""
-    if found.is_unknown:
-        (each,) = found.deviations
+    if comparison.is_unknown:
+        (each,) = comparison.deviations
         raise ConfigError(f"""cannot tell: {each.where}, as far as prove sees: {each.reason};
             it does not see MPI, Horovod, Ray, sockets or shared memory;
             give commands whose ranks use torch.distributed""")
@@ -235,20 +237,20 @@ def make_folder(out: str) -> Path:
             raise ConfigError(f"out={folder}: exists; name a new folder")
         folder.mkdir(parents=True)
     except (OSError, ValueError) as error:
-        given = f"out={out}" if out else f"TMPDIR={os.environ.get('TMPDIR', '')}"
+        setting = f"out={out}" if out else f"TMPDIR={os.environ.get('TMPDIR', '')}"
         why = getattr(error, "strerror", None) or str(error)
-        what = f"{given}: no folder can be made there ({why})"
+        what = f"{setting}: no folder can be made there ({why})"
         raise ConfigError(f"{what}; name one in a folder that you may write") from None
     return folder
 
 
-def _write_page(found: PairComparison, folder: Path) -> None:
+def _write_page(comparison: PairComparison, folder: Path) -> None:
     """Write the page; a result is not lost because that fails."""
 
     try:
-        _tell(f"written: {write_page(found, folder)}")
+        _tell(f"written: {write_page(comparison, folder)}")
     except (ConfigError, OSError) as error:
-        found.notes.append(f"no page was written: {error}")
+        comparison.notes.append(f"no page was written: {error}")
 
 
 def _tell(line: str) -> None:
@@ -274,8 +276,8 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     if len(commands) != 2:
         raise ConfigError(f"""{len(commands)} commands:
             give task=<name>, or two commands, each in quotes (python -m trainer.prove --help)""")
-    if words["dtype"] not in DTYPES:
-        raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPES)}")
+    if words["dtype"] not in DTYPE_CHOICES:
+        raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPE_CHOICES)}")
     return words, commands
 
 

@@ -127,35 +127,35 @@ class PairComparison:
         """Return True if both commands evaluated."""
         return all(any(r.evaluations for r in h.ranks) for h in (self.one, self.other))
 
-    def number_of(self, place: int) -> int:
-        """Return the number of the step at a place; with several optimizers, of its optimizer."""
-        return self.one.steps[min(place, self.num_steps - 1)].number
+    def number_of(self, step_index: int) -> int:
+        """Return the number of the step at an index; with several optimizers, of its optimizer."""
+        return self.one.steps[min(step_index, self.num_steps - 1)].number
 
 
 def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairComparison:
     """Return the differences of two commands, in the order in which one causes the next."""
     rename(one, other)
     num_steps = min(len(one.steps), len(other.steps))
-    found = PairComparison(one, other, bounds, num_steps)
-    found.worst = dict.fromkeys(COLUMNS, 0.0)
+    comparison = PairComparison(one, other, bounds, num_steps)
+    comparison.worst = dict.fromkeys(COLUMNS, 0.0)
     firsts = [
-        _compare_company(found),
-        _compare_initial(found),
-        _compare_precision(found),
-        _compare_examples(found),
-        _compare_numbers(found),
-        _compare_rates(found),
-        _compare_replicas(found),
-        _compare_rest(found),
-        _compare_evaluations(found),
-        _compare_lengths(found),
+        _compare_company(comparison),
+        _compare_initial(comparison),
+        _compare_precision(comparison),
+        _compare_examples(comparison),
+        _compare_numbers(comparison),
+        _compare_rates(comparison),
+        _compare_replicas(comparison),
+        _compare_rest(comparison),
+        _compare_evaluations(comparison),
+        _compare_lengths(comparison),
     ]
     causes = [each for each in firsts if each is not None]
     if all(each.kind not in NUMBERS for each in causes):
-        found.harmless = [each for each in causes if each.kind == "examples"]
+        comparison.harmless = [each for each in causes if each.kind == "examples"]
         causes = [each for each in causes if each.kind != "examples"]
-    found.deviations = [each for each in causes if not _is_consequence(each, causes)]
-    return found
+    comparison.deviations = [each for each in causes if not _is_consequence(each, causes)]
+    return comparison
 
 
 def _is_consequence(deviation: Deviation, others: Sequence[Deviation]) -> bool:
@@ -167,9 +167,9 @@ def _is_consequence(deviation: Deviation, others: Sequence[Deviation]) -> bool:
     )
 
 
-def _compare_company(found: PairComparison) -> Deviation | None:
+def _compare_company(comparison: PairComparison) -> Deviation | None:
     """Return a finding if the ranks of a command do the same work, each by itself."""
-    for history in (found.other, found.one):
+    for history in (comparison.other, comparison.one):
         if not history.are_alone:
             continue
         if twins := max(rank.num_twins for rank in history.ranks):
@@ -183,44 +183,48 @@ def _compare_company(found: PairComparison) -> Deviation | None:
     return None
 
 
-def _compare_initial(found: PairComparison) -> Deviation | None:
-    bounds = found.bounds
+def _compare_initial(comparison: PairComparison) -> Deviation | None:
+    bounds = comparison.bounds
     bound = max(bounds.least, SPREAD_BOUND if bounds.noise else 0.0)
-    for history in (found.one, found.other):
+    for history in (comparison.one, comparison.other):
         for merged in history.initial.values():
             for name, value in merged.spread.items():
                 if value > bound:
                     where = f"{name} starts with other values on the ranks of {history.name}"
                     return Deviation("initial weights", 0, where)
-    for number, merged in found.one.initial.items():
-        if number in found.other.initial:
-            theirs = found.other.initial[number]
+    for optimizer, merged in comparison.one.initial.items():
+        if optimizer in comparison.other.initial:
+            theirs = comparison.other.initial[optimizer]
             value, name = compare_tensors(merged, theirs, bounds.weight_floor)
             if not value <= bound:
-                found.worst["weights"] = value
+                comparison.worst["weights"] = value
                 return Deviation("initial weights", 0, f"{name} starts {value:.0e} apart")
     return None
 
 
-def _compare_precision(found: PairComparison) -> Deviation | None:
-    difference = find_precision(found.one, found.other)
+def _compare_precision(comparison: PairComparison) -> Deviation | None:
+    difference = find_precision(comparison.one, comparison.other)
     return Deviation("precision", *difference) if difference else None
 
 
-def _compare_examples(found: PairComparison) -> Deviation | None:
-    for place, (one, other) in enumerate(_pairs(found)):
-        if one.rows != other.rows and not is_divided_model(found, one, other):
-            found.worst["examples"] = 1.0
+def _compare_examples(comparison: PairComparison) -> Deviation | None:
+    for step_index, (one, other) in enumerate(_pairs(comparison)):
+        if one.rows != other.rows and not is_divided_model(comparison, one, other):
+            comparison.worst["examples"] = 1.0
             numbers = (sum(one.rows.values()), sum(other.rows.values()))
-            counts = f"{numbers[0]} in {found.one.name}, {numbers[1]} in {found.other.name}"
+            counts = (
+                f"{numbers[0]} in {comparison.one.name}, {numbers[1]} in {comparison.other.name}"
+            )
             shared = sum((one.rows & other.rows).values())
-            return Deviation("examples", place, f"the examples differ: {counts}, {shared} in both")
+            return Deviation(
+                "examples", step_index, f"the examples differ: {counts}, {shared} in both"
+            )
     return None
 
 
-def is_divided_model(found: PairComparison, one: Step, other: Step) -> bool:
+def is_divided_model(comparison: PairComparison, one: Step, other: Step) -> bool:
     """Return True if ranks use the same examples because each has a part of the model."""
-    for whole, copied, history in ((one, other, found.other), (other, one, found.one)):
+    for whole, copied, history in ((one, other, comparison.other), (other, one, comparison.one)):
         times = sum(copied.rows.values()) / max(sum(whole.rows.values()), 1)
         expected = Counter({row: int(times) * n for row, n in whole.rows.items()})
         is_whole = times in range(2, history.size + 1)
@@ -229,40 +233,42 @@ def is_divided_model(found: PairComparison, one: Step, other: Step) -> bool:
     return False
 
 
-def _pairs(found: PairComparison) -> list[tuple[Step, Step]]:
-    return list(zip(found.one.steps, found.other.steps, strict=False))
+def _pairs(comparison: PairComparison) -> list[tuple[Step, Step]]:
+    return list(zip(comparison.one.steps, comparison.other.steps, strict=False))
 
 
-def _compare_numbers(found: PairComparison) -> Deviation | None:
+def _compare_numbers(comparison: PairComparison) -> Deviation | None:
     """Return the first gradient or weight that differs by more than rounding."""
-    if all(step.gradients.is_zero for pair in _pairs(found) for step in pair):
+    if all(step.gradients.is_zero for pair in _pairs(comparison) for step in pair):
         return Deviation("gradients", 0, "no parameter of A and B has a gradient at any step")
     before = 0.0
-    first = _compare_members(found)
-    for place, (one, other) in enumerate(_pairs(found)):
-        here = differences(one, other, found.bounds)
-        found.by_step.append({kind: value for kind, (value, _) in here.items()})
+    first = _compare_members(comparison)
+    for step_index, (one, other) in enumerate(_pairs(comparison)):
+        here = differences(one, other, comparison.bounds)
+        comparison.by_step.append({kind: value for kind, (value, _) in here.items()})
         for kind, (value, _) in here.items():
-            found.worst[kind] = max(found.worst[kind], value)
+            comparison.worst[kind] = max(comparison.worst[kind], value)
         if here["losses"][0] < PARTLY_FP32:
             before = max(before, here["losses"][0])
         for kind in ("gradients", "weights"):
             value, name = here[kind]
-            bound = found.bounds.of(kind, place, before)
+            bound = comparison.bounds.of(kind, step_index, before)
             is_over = not value <= bound
             if kind == "gradients" and is_over and _is_reduced_later(one, other, here, bound):
                 is_over = False
             if kind == "weights" and is_over and _is_amplified(one, other, name):
                 is_over = False
             if first is None and is_over:
-                first = Deviation(kind, place, _describe(found, kind, place, name, value, bound))
+                first = Deviation(
+                    kind, step_index, _describe(comparison, kind, step_index, name, value, bound)
+                )
         before = max([before, *(value for value, _ in here.values())])
     return first
 
 
-def _compare_members(found: PairComparison) -> Deviation | None:
+def _compare_members(comparison: PairComparison) -> Deviation | None:
     """Return a finding for parameters that have gradients, and that one optimizer has not."""
-    for one, other in ((found.one, found.other), (found.other, found.one)):
+    for one, other in ((comparison.one, comparison.other), (comparison.other, comparison.one)):
         if not other.parameters < one.parameters:
             continue
         for name in sorted(one.parameters - other.parameters):
@@ -272,12 +278,14 @@ def _compare_members(found: PairComparison) -> Deviation | None:
 
 
 def _describe(
-    found: PairComparison, kind: str, place: int, name: str, value: float, bound: float
+    comparison: PairComparison, kind: str, step_index: int, name: str, value: float, bound: float
 ) -> str:
     """Say how far a tensor is apart, or that it is not finite in one command."""
     if math.isfinite(value):
         return f"the {kind[:-1]} of {name} differs by {value:.0e} (rounding: at most {bound:.0e})"
-    tensors = {h.name: getattr(h.steps[place], kind).whole for h in (found.one, found.other)}
+    tensors = {
+        h.name: getattr(h.steps[step_index], kind).whole for h in (comparison.one, comparison.other)
+    }
     who = [h for h, whole in tensors.items() if not np.isfinite(whole.get(name, np.zeros(1))).all()]
     return f"the {kind[:-1]} of {name} is not finite (nan or inf) in {' and '.join(who)}"
 
@@ -304,98 +312,104 @@ def _is_reduced_later(
     return are_apart and here["weights"][0] <= bound
 
 
-def _compare_rates(found: PairComparison) -> Deviation | None:
+def _compare_rates(comparison: PairComparison) -> Deviation | None:
     first: Deviation | None = None
-    for place, (one, other) in enumerate(_pairs(found)):
+    for step_index, (one, other) in enumerate(_pairs(comparison)):
         for name in one.rates.keys() & other.rates.keys():
             value = relative(one.rates[name], other.rates[name])
-            found.worst["lr"] = max(found.worst["lr"], value)
+            comparison.worst["lr"] = max(comparison.worst["lr"], value)
             if value > FP64 and first is None:
                 rates = f"{one.rates[name]:.6g} and {other.rates[name]:.6g}"
-                first = Deviation("lr", place, f"the learning rates are {rates}")
+                first = Deviation("lr", step_index, f"the learning rates are {rates}")
     return first
 
 
-def _compare_replicas(found: PairComparison) -> Deviation | None:
+def _compare_replicas(comparison: PairComparison) -> Deviation | None:
     """Return the first step after which ranks of one command have different weights."""
-    for history in (found.other, found.one):
-        for place, step in enumerate(history.steps):
+    for history in (comparison.other, comparison.one):
+        for step_index, step in enumerate(history.steps):
             spread = step.weights.spread
             name = max(spread, key=lambda each: spread[each], default="")
-            bound = SPREAD_BOUND if found.bounds.noise else FP64
+            bound = SPREAD_BOUND if comparison.bounds.noise else FP64
             if name and not spread[name] <= bound:
                 where = f"the ranks of {history.name} have different weights: {name}"
-                return Deviation("replicas", place, f"{where} {spread[name]:.0e} apart")
+                return Deviation("replicas", step_index, f"{where} {spread[name]:.0e} apart")
     return None
 
 
-def _compare_rest(found: PairComparison) -> Deviation | None:
+def _compare_rest(comparison: PairComparison) -> Deviation | None:
     """Return the first step before which tensors that no optimizer has differ.
 
     Those of BatchNorm depend on the micro-batch, and ranks that start with other ones are left out.
     """
-    norms = {norm for each in (found.one, found.other) for norm in each.about("norms")}
+    norms = {norm for each in (comparison.one, comparison.other) for norm in each.about("norms")}
     has_norms = bool(norms - {"SyncBatchNorm"})
-    if found.bounds.noise or (has_norms and not _have_same_layout(found)) or found.num_steps < 2:
+    if (
+        comparison.bounds.noise
+        or (has_norms and not _have_same_layout(comparison))
+        or comparison.num_steps < 2
+    ):
         return None
-    before = {} if has_norms else rest_apart(found, 0)
-    for place in range(1, found.num_steps):
-        here = rest_apart(found, place)
-        kept = [who for who in here if not has_norms or who.startswith("rank 0 ")]
-        if who := [name for name in kept if name not in before]:
+    before = {} if has_norms else rest_apart(comparison, 0)
+    for step_index in range(1, comparison.num_steps):
+        here = rest_apart(comparison, step_index)
+        comparable_ranks = [who for who in here if not has_norms or who.startswith("rank 0 ")]
+        if who := [name for name in comparable_ranks if name not in before]:
             where = f"{REST} of {who[0]} differ by {here[who[0]]:.0e}"
-            return Deviation("rest", place, f"{where} from those of rank 0 of {found.one.name}")
+            return Deviation(
+                "rest", step_index, f"{where} from those of rank 0 of {comparison.one.name}"
+            )
     return None
 
 
-def _have_same_layout(found: PairComparison) -> bool:
+def _have_same_layout(comparison: PairComparison) -> bool:
     """Return True if both commands have as many ranks and micro-batches."""
-    one, other = found.one.steps[0], found.other.steps[0]
+    one, other = comparison.one.steps[0], comparison.other.steps[0]
     return len(one.ranks) == len(other.ranks) and one.num_backwards == other.num_backwards
 
 
-def rest_apart(found: PairComparison, place: int) -> dict[str, float]:
+def rest_apart(comparison: PairComparison, step_index: int) -> dict[str, float]:
     """Return by rank how far its other tensors are from those of the reference's rank 0."""
-    base = found.one.steps[place].ranks[0].rest
-    bound = max(found.bounds.least, JUMP * found.worst["weights"])
+    base = comparison.one.steps[step_index].ranks[0].rest
+    bound = max(comparison.bounds.least, JUMP * comparison.worst["weights"])
     apart = {}
-    for history in (found.one, found.other):
-        for rank, step in zip(history.ranks, history.steps[place].ranks, strict=True):
+    for history in (comparison.one, comparison.other):
+        for rank, step in zip(history.ranks, history.steps[step_index].ranks, strict=True):
             value = relative_norm(base, step.rest)
-            if rank.num_rest != found.one.ranks[0].num_rest:
+            if rank.num_rest != comparison.one.ranks[0].num_rest:
                 value = math.inf
             if value > bound:
                 apart[f"rank {rank.rank} of {history.name}"] = value
     return apart
 
 
-def _compare_evaluations(found: PairComparison) -> Deviation | None:
-    ours = evaluations(found.one)
-    theirs = evaluations(found.other)
+def _compare_evaluations(comparison: PairComparison) -> Deviation | None:
+    ours = evaluations(comparison.one)
+    theirs = evaluations(comparison.other)
     for after, later in pair_evaluations(ours, theirs):
         one = ours[after]
         other = theirs[later]
         if one == other:
             continue
-        found.worst["evaluation"] = 1.0
+        comparison.worst["evaluation"] = 1.0
         counts = f"{sum(one.values())} and {sum(other.values())} examples"
         return Deviation("evaluation", after, f"evaluation after step {after} counts {counts}")
     return None
 
 
-def _compare_lengths(found: PairComparison) -> Deviation | None:
+def _compare_lengths(comparison: PairComparison) -> Deviation | None:
     """Return a finding if a command, or one of its ranks, made fewer steps."""
-    one = len(found.one.steps)
-    other = len(found.other.steps)
-    for history in (found.other, found.one):
+    one = len(comparison.one.steps)
+    other = len(comparison.other.steps)
+    for history in (comparison.other, comparison.one):
         lengths = {rank.num_begun for rank in history.ranks}
         if len(lengths) > 1:
             where = f"ranks of {history.name} began {min(lengths)} and {max(lengths)} steps"
-            return Deviation("ranks", found.num_steps, where)
+            return Deviation("ranks", comparison.num_steps, where)
     if one != other:
-        where = f"{found.one.name} made {one} steps, {found.other.name} {other}"
-        return Deviation("steps", found.num_steps, where)
-    for history in (found.other, found.one):
+        where = f"{comparison.one.name} made {one} steps, {comparison.other.name} {other}"
+        return Deviation("steps", comparison.num_steps, where)
+    for history in (comparison.other, comparison.one):
         if not history.is_whole:
-            return Deviation("steps", found.num_steps, f"{history.note} after {one} steps")
+            return Deviation("steps", comparison.num_steps, f"{history.note} after {one} steps")
     return None

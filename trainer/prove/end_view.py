@@ -27,7 +27,7 @@ def find_processes(views: Collection[str], marks: Collection[bytes]) -> list[int
     The number of a mount namespace would not do: the kernel gives that of one that is gone to the
     next, which may be another proof's.
     """
-    found = []
+    processes = []
     own = {os.getpid(), os.getppid()}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if not name.isdigit() or int(name) in own:
@@ -42,8 +42,8 @@ def find_processes(views: Collection[str], marks: Collection[bytes]) -> list[int
                 is_left = any(mark in text for mark in marks)
         except OSError:  # it has ended, or is somebody else's
             continue
-        found += [int(name)] * is_left
-    return found
+        processes += [int(name)] * is_left
+    return processes
 
 
 def kill_left(views: Collection[str], marks: Collection[bytes] = ()) -> None:
@@ -63,9 +63,9 @@ def remove(folder: str) -> None:
 
     def retry(function: Callable[..., object], path: str, _: object) -> None:
         try:
-            for place in (os.path.dirname(path), path):
-                if not os.path.islink(place) and os.path.isdir(place):
-                    os.chmod(place, stat.S_IRWXU)
+            for directory in (os.path.dirname(path), path):
+                if not os.path.islink(directory) and os.path.isdir(directory):
+                    os.chmod(directory, stat.S_IRWXU)
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -77,8 +77,8 @@ def remove(folder: str) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     while os.read(0, 1 << 16):
         pass
     folders = sys.argv[1:]

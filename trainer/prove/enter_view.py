@@ -46,8 +46,8 @@ class NoViewError(Exception):
 def call(name: str, *arguments: object) -> None:
     """Call a function of libc. Raises OSError."""
     if getattr(LIBC, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), name)
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), name)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -74,9 +74,9 @@ def read_mounts() -> dict[str, Mount]:
         path = words[4].encode("latin-1", "surrogateescape").decode("unicode_escape")
         path = path.encode("latin-1").decode("utf-8", "surrogateescape")
         each = Mount(words[0], words[1], path, kind, "ro" not in words[5].split(","))
-        above = [place for place in seen if is_within(path, place)]
+        above = [mounted_path for mounted_path in seen if is_within(path, mounted_path)]
         if not above or seen[max(above, key=len)].number == each.parent:
-            for hidden in [place for place in seen if is_within(place, path)]:
+            for hidden in [mounted_path for mounted_path in seen if is_within(mounted_path, path)]:
                 del seen[hidden]
             seen[path] = each
     return seen
@@ -171,11 +171,11 @@ class RootBuilder:
 
     def overlay(self, path: str) -> None:
         """Mount an overlay over a folder. Raises OSError."""
-        number = self.layers.get(path, len(self.layers))
-        if number >= MOST_OVERLAYS:
+        layer_number = self.layers.get(path, len(self.layers))
+        if layer_number >= MOST_OVERLAYS:
             raise NoViewError(f"more than {MOST_OVERLAYS} folders to cover")
-        upper = os.path.join(self.view, "layers", str(number))
-        work = os.path.join(self.view, f"work-{os.getpid()}", str(number))
+        upper = os.path.join(self.view, "layers", str(layer_number))
+        work = os.path.join(self.view, f"work-{os.getpid()}", str(layer_number))
         about = os.stat(path)
         os.makedirs(work, exist_ok=True)
         if not os.path.isdir(upper):
@@ -190,13 +190,13 @@ class RootBuilder:
         choices = OPTIONS[0] if self._is_root and is_first_namespace() else OPTIONS[1]
         for options in choices:
             try:
-                given = f"{layers},{options}" if options else layers
-                mount("overlay", self.root + path, "overlay", 0, given)
+                mount_options = f"{layers},{options}" if options else layers
+                mount("overlay", self.root + path, "overlay", 0, mount_options)
                 break
             except OSError:
                 if options == choices[-1]:
                     raise
-        self.layers[path] = number
+        self.layers[path] = layer_number
 
     def _make_own(self, path: str, upper: str) -> None:
         """Make folders in which the user may write, and that are somebody else's.
@@ -206,10 +206,10 @@ class RootBuilder:
         for folder in self._own:
             if not is_within(folder, path):
                 continue
-            place, target = path, upper
+            source, target = path, upper
             for name in os.path.relpath(folder, path).split("/"):
-                place, target = os.path.join(place, name), os.path.join(target, name)
-                about = os.lstat(place)
+                source, target = os.path.join(source, name), os.path.join(target, name)
+                about = os.lstat(source)
                 if name == "." or not stat.S_ISDIR(about.st_mode) or os.path.lexists(target):
                     continue
                 os.mkdir(target)
@@ -252,22 +252,22 @@ def is_first_namespace() -> bool:
 
 def find_sockets() -> list[str]:
     """Return the sockets that processes outside listen to: an overlay would hide their owner."""
-    found: list[str] = []
+    sockets: list[str] = []
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as file:
             paths = {words[7] for line in file if len(words := line.split(maxsplit=7)) == 8}
     except OSError:
-        return found
+        return sockets
     for path in sorted(each.rstrip("\n") for each in paths):
         if not path.startswith("/") or is_within_any(path, AS_OUTSIDE):
             continue
         try:
             path = os.path.realpath(path)
-            if stat.S_ISSOCK(os.stat(path).st_mode) and len(found) < MOST_SOCKETS:
-                found.append(path)
+            if stat.S_ISSOCK(os.stat(path).st_mode) and len(sockets) < MOST_SOCKETS:
+                sockets.append(path)
         except OSError:
             continue
-    return found
+    return sockets
 
 
 def unshare() -> bool:
@@ -292,11 +292,11 @@ def unshare() -> bool:
 def enter(root: str) -> None:
     """Make a folder the root of this namespace."""
     os.chdir(root)
-    number = PIVOT_ROOT.get(os.uname().machine)
+    system_call = PIVOT_ROOT.get(os.uname().machine)
     try:
-        if number is None:
+        if system_call is None:
             raise OSError
-        call("syscall", ctypes.c_long(number), b".", b".")
+        call("syscall", ctypes.c_long(system_call), b".", b".")
         call("umount2", b".", MNT_DETACH)
         os.chdir("/")
     except OSError:  # the first root of a kernel cannot be exchanged

@@ -68,7 +68,7 @@ class RankStep:
 
     @property
     def index(self) -> list[Any]:
-        return [place for batch in self.batches for place in batch.index or []]
+        return [index for batch in self.batches for index in batch.index or []]
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names."""
@@ -182,8 +182,8 @@ class Step:
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names."""
         for merged in (self.gradients, self.unclipped, self.weights):
-            for kept in (merged.whole, merged.spread, merged.missing):
-                rename_keys(kept, names)
+            for mapping in (merged.whole, merged.spread, merged.missing):
+                rename_keys(mapping, names)
         for rank in self.ranks:
             rank.rename(names)
 
@@ -223,11 +223,11 @@ class Step:
     def losses(self) -> dict[str, float]:
         """Return the loss of the step under each convention of how ranks are combined."""
         values = [rank.loss for rank in self.ranks]
-        found = {"mean": float(np.mean(values)), "sum": float(np.sum(values))}
+        losses = {"mean": float(np.mean(values)), "sum": float(np.sum(values))}
         counts = [len(rank.rows) for rank in self.ranks]
         if sum(counts):
-            found["rows"] = float(np.average(values, weights=counts))
-        return found
+            losses["rows"] = float(np.average(values, weights=counts))
+        return losses
 
 
 @dataclass
@@ -250,9 +250,9 @@ class CommandHistory:
         parts = _find_parts(ranks)
         steps = [_merge_step([rank.steps[i] for rank in ranks], parts) for i in range(num_steps)]
         initial = {}
-        for number in ranks[0].optimizers:
-            tensors = [first_weights(rank, number) for rank in ranks]
-            initial[number] = _merge(tensors, parts.get(number, {}))
+        for optimizer in ranks[0].optimizers:
+            tensors = [first_weights(rank, optimizer) for rank in ranks]
+            initial[optimizer] = _merge(tensors, parts.get(optimizer, {}))
         return cls(name, command, ranks, steps, initial, ranks[0].world_size)
 
     @property
@@ -310,9 +310,9 @@ class CommandHistory:
         return sorted({value for values in notes for value in values})
 
 
-def first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:
+def first_weights(rank: RankHistory, optimizer: int) -> dict[str, Sketch | None]:
     """Return the weights of an optimizer before its first step."""
-    about = rank.optimizers.get(number)
+    about = rank.optimizers.get(optimizer)
     return decode(about["names"], about["weights"]) if about else {}
 
 
@@ -321,14 +321,14 @@ Parts = dict[int, dict[str, list[Any]]]  # by optimizer and name: of each rank
 
 def _find_parts(ranks: Sequence[RankHistory]) -> Parts:
     """Return where each rank's part of a tensor is, by optimizer and name."""
-    found: Parts = {}
-    for place, rank in enumerate(ranks):
-        for number, about in rank.optimizers.items():
+    parts: Parts = {}
+    for rank_index, rank in enumerate(ranks):
+        for optimizer, about in rank.optimizers.items():
             for name, part in zip(about["names"], about["parts"], strict=True):
-                places = found.setdefault(number, {}).setdefault(name, [None] * len(ranks))
+                places = parts.setdefault(optimizer, {}).setdefault(name, [None] * len(ranks))
                 key = part and (tuple(part[0]), tuple(part[1]))
-                places[place] = (rank.rank,) if part and part[2] else key
-    return found
+                places[rank_index] = (rank.rank,) if part and part[2] else key
+    return parts
 
 
 def _merge_step(ranks: list[RankStep], parts: Parts) -> Step:
@@ -361,8 +361,8 @@ def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, A
         places = where.get(name, [None] * len(tensors))
         groups: dict[Any, list[Sketch]] = {}
         for rank in owners:
-            found = tensors[rank][name]
-            groups.setdefault(places[rank], []).append(np.zeros(NUM) if found is None else found)
+            sketch = tensors[rank][name]
+            groups.setdefault(places[rank], []).append(np.zeros(NUM) if sketch is None else sketch)
         means = [np.mean(group, axis=0) for group in groups.values()]
         total = np.sum(means, axis=0)
         whole[name] = total
@@ -392,19 +392,19 @@ def evaluations(history: CommandHistory) -> dict[int, Counter[str]]:
 
     A pass that is the same on all ranks counts once: each rank has evaluated everything.
     """
-    found: dict[int, Counter[str]] = {}
+    examples: dict[int, Counter[str]] = {}
     afters = {each.after for rank in history.ranks for each in rank.evaluations}
     for after in afters:
         total: Counter[str] = Counter()
         by_rank = [_passes_after(rank, after) for rank in history.ranks]
-        for number in range(max(map(len, by_rank))):
-            rows = [Counter(own[number].rows) for own in by_rank if number < len(own)]
+        for pass_index in range(max(map(len, by_rank))):
+            rows = [Counter(own[pass_index].rows) for own in by_rank if pass_index < len(own)]
             is_whole = all(each == rows[0] for each in rows)
             total += rows[0] if is_whole else sum(rows, Counter())
         if any(after in rank.gathers for rank in history.ranks):
             total = _without_repeats(total, by_rank)
-        found[after] = total
-    return found
+        examples[after] = total
+    return examples
 
 
 def _passes_after(rank: RankHistory, after: int) -> list[EvalPass]:
@@ -415,12 +415,12 @@ def _without_repeats(total: Counter[str], by_rank: Sequence[Sequence[EvalPass]])
     """Return the examples without those with which Accelerate filled the last batches."""
     sizes = [each.size for own in by_rank for each in own[:1]]
     repeats = sum(total.values()) - (sizes[0] or 0) if sizes else 0
-    kept = Counter(total)
+    remaining = Counter(total)
     for row, count in total.items():
-        while repeats > 0 and kept[row] > 1 and count > 1:
-            kept[row] -= 1
+        while repeats > 0 and remaining[row] > 1 and count > 1:
+            remaining[row] -= 1
             repeats -= 1
-    return kept
+    return remaining
 
 
 def rename(one: CommandHistory, other: CommandHistory) -> None:
@@ -428,14 +428,14 @@ def rename(one: CommandHistory, other: CommandHistory) -> None:
 
     A script may hold its model in another module on one layout.
     """
-    for number, about in one.ranks[0].optimizers.items():
-        theirs = other.ranks[0].optimizers.get(number)
+    for optimizer, about in one.ranks[0].optimizers.items():
+        theirs = other.ranks[0].optimizers.get(optimizer)
         if theirs is None or set(about["names"]) == set(theirs["names"]):
             continue
         if about["shapes"] != theirs["shapes"]:
             continue
         names = dict(zip(theirs["names"], about["names"], strict=True))
         for step in other.steps:
-            if step.ranks[0].optimizer == number:
+            if step.ranks[0].optimizer == optimizer:
                 step.rename(names)
-        rename_keys(other.initial[number].whole, names)
+        rename_keys(other.initial[optimizer].whole, names)

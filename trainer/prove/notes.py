@@ -18,12 +18,12 @@ from trainer.prove.reasons.gradient_reasons import BY_SCALE
 from trainer.prove.rounding import name_unjudged
 
 
-def find_notes(found: PairComparison, is_protected: bool) -> list[str]:
+def find_notes(comparison: PairComparison, is_protected: bool) -> list[str]:
     """Return sentences on mistakes that both commands share, and on the recording.
 
     The user's disk `is_protected` if the commands could change nothing on it.
     """
-    both = (found.one, found.other)
+    both = (comparison.one, comparison.other)
     notes = []
     repeating = [each.name for each in both if repeats_order(each)]
     if repeating:
@@ -34,10 +34,10 @@ def find_notes(found: PairComparison, is_protected: bool) -> list[str]:
             notes.append(f"{each.name} clips gradients before GradScaler.unscale_: {BY_SCALE}")
         notes += [each.note] if each.note else []
         notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
-    starts = [who for who, apart in rest_apart(found, 0).items() if apart < math.inf]
-    if starts and found.is_same:
+    starts = [who for who, apart in rest_apart(comparison, 0).items() if apart < math.inf]
+    if starts and comparison.is_same:
         notes.append(f"{REST} of {starts[0]} start with other values than those of rank 0")
-    notes += name_unjudged(both, not found.bounds.noise) + _name_steps(found)
+    notes += name_unjudged(both, not comparison.bounds.noise) + _name_steps(comparison)
     ratios = [_slowdown(each) for each in both]
     size = max(rank.num_bytes for each in both for rank in each.ranks)
     seconds = " and ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -48,7 +48,7 @@ def find_notes(found: PairComparison, is_protected: bool) -> list[str]:
     return notes
 
 
-MOST_SHOWN = 4  # files
+MOST_FILES_SHOWN = 4
 
 
 def _name_written(both: Sequence[CommandHistory], is_protected: bool) -> list[str]:
@@ -59,8 +59,8 @@ def _name_written(both: Sequence[CommandHistory], is_protected: bool) -> list[st
     named = {" and ".join(lists): both[0].written} if is_same else lists
     for who, files in named.items():
         order = sorted(files, key=lambda each: (each.what == "new", each.path))
-        shown = [_name_file(each) for each in order[:MOST_SHOWN]]
-        more = f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else ""
+        shown = [_name_file(each) for each in order[:MOST_FILES_SHOWN]]
+        more = f" and {len(files) - MOST_FILES_SHOWN} more" if len(files) > MOST_FILES_SHOWN else ""
         gone = "in private copies that are gone"
         if is_protected:
             gone = "in a private view of the disk that is gone; your files are unchanged"
@@ -74,15 +74,15 @@ def _name_file(file: WrittenFile) -> str:
     return f"{shown}" if file.what == "new" else f"{shown} ({file.what})"
 
 
-def _name_steps(found: PairComparison) -> list[str]:
+def _name_steps(comparison: PairComparison) -> list[str]:
     """Name steps that prove little: without gradients, or with numbers that are not finite."""
-    pairs = list(zip(found.one.steps, found.other.steps, strict=False))
+    pairs = list(zip(comparison.one.steps, comparison.other.steps, strict=False))
     empty = [n for n, pair in enumerate(pairs, 1) if all(s.gradients.is_zero for s in pair)]
     notes = []
     if empty and len(empty) < len(pairs):
         notes.append(f"no parameter has a gradient in {_name_places(empty)}, which prove nothing")
     for kind in ("losses", "weights"):
-        for who, is_found in (
+        for who, are_finite in (
             ("A and B", (False, False)),
             ("A", (False, True)),
             ("B", (True, False)),
@@ -90,9 +90,9 @@ def _name_steps(found: PairComparison) -> list[str]:
             places = [
                 n
                 for n, pair in enumerate(pairs, 1)
-                if tuple(_is_finite(step, kind) for step in pair) == is_found
+                if tuple(_is_finite(step, kind) for step in pair) == are_finite
             ]
-            if places and (found.is_same or who == "A and B"):
+            if places and (comparison.is_same or who == "A and B"):
                 where = _name_places(places)
                 notes.append(f"{kind} of {who} are not finite (nan or inf) in {where}")
     return notes
@@ -121,8 +121,8 @@ def _name_own_loss(history: CommandHistory) -> list[str]:
     own = history.ranks[0].steps
     if any(rank.is_averaging for rank in history.ranks):
         return []
-    for place, step in enumerate(history.steps):
-        reads = {each for later in own[place : place + 2] for each in later.reads}
+    for step_index, step in enumerate(history.steps):
+        reads = {each for later in own[step_index : step_index + 2] for each in later.reads}
         for losses in zip(*(rank.losses for rank in step.ranks), strict=False):
             mean = float(np.mean(losses))
             if losses[0] in reads and relative(losses[0], mean) > 1e-4:
@@ -136,8 +136,8 @@ def _name_copies(history: CommandHistory) -> list[str]:
     """Name examples that data workers repeat within a pass."""
     times = 0
     for rank in history.ranks:
-        for number, rows in rank.orders.items():
-            if rank.passes.get(number, {}).get("size") is None:  # of an iterable dataset
+        for pass_number, rows in rank.orders.items():
+            if rank.passes.get(pass_number, {}).get("size") is None:  # of an iterable dataset
                 times = max(times, int(np.median(list(Counter(rows).values()))))
     if times < 2:
         return []

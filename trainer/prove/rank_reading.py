@@ -53,15 +53,15 @@ def label_batches(events: Sequence[dict[str, Any]]) -> None:
 
 
 def assign_batches(events: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Return the number of the step (in order, from 0) that uses the batch at each place.
+    """Return the number of the step (in order, from 0) that uses the batch at each index.
 
     A batch is known again by the inputs of the model. If it is changed on the way, the order tells:
     with r backward passes per batch, batch j belongs to the step of backward r * j, even if the
     loop takes batches ahead. A loop with fewer backward passes uses its batches in their step.
     """
-    batches = [place for place, each in enumerate(events) if each.get("is_training")]
-    backwards = [place for place, each in enumerate(events) if each["event"] == "backward"]
-    steps = [place for place, each in enumerate(events) if each["event"] == "step"]
+    batches = [index for index, each in enumerate(events) if each.get("is_training")]
+    backwards = [index for index, each in enumerate(events) if each["event"] == "backward"]
+    steps = [index for index, each in enumerate(events) if each["event"] == "step"]
     step_of: Sequence[int] = np.searchsorted(steps, np.arange(len(events))).tolist()
     owners = {batch: int(step_of[call]) for batch, call in _match_calls(events).items()}
     if set(owners.values()) >= set(range(len(steps))):
@@ -79,8 +79,8 @@ def _assign_in_order(
 ) -> dict[int, int]:
     """Return the next step for each batch, without those that a resumed loop skips at its start."""
     groups: dict[int, list[int]] = {}
-    for place in batches:
-        groups.setdefault(int(step_of[place]), []).append(place)
+    for event_index in batches:
+        groups.setdefault(int(step_of[event_index]), []).append(event_index)
     usual = int(np.median([len(group) for group in groups.values()])) if groups else 0
     for group in groups.values():
         while len(group) > usual:
@@ -88,33 +88,33 @@ def _assign_in_order(
             if any(each["event"] in ("forward", "backward") for each in between):
                 break
             group.pop(0)
-    return {place: step for step, group in groups.items() for place in group}
+    return {event_index: step for step, group in groups.items() for event_index in group}
 
 
 def _match_calls(events: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Return the place of the first forward pass that has the tensors of the batch at a place.
+    """Return the index of the first forward pass that has a batch's tensors, by the batch's index.
 
     Batches with the same first row look alike: the next one is used, not one that a resume skipped.
     """
-    found: dict[int, int] = {}
-    last = -1  # batch that was found
+    calls: dict[int, int] = {}
+    last = -1  # batch that was matched
     recent: list[int] = []
-    for place, each in enumerate(events):
+    for event_index, each in enumerate(events):
         if each.get("is_training"):
-            recent = [*recent[1 - MOST_AHEAD :], place]
+            recent = [*recent[1 - MOST_AHEAD :], event_index]
         elif each["event"] == "forward" and each["training"]:
-            known = [set(events[batch]["marks"]) for batch in recent]
+            recent_marks = [set(events[batch]["marks"]) for batch in recent]
             inputs = set(each["marks"])
-            if len(known) > 1:
-                constant = set.intersection(*known)  # as a mask of ones
+            if len(recent_marks) > 1:
+                constant = set.intersection(*recent_marks)  # as a mask of ones
                 inputs = inputs - constant or inputs
-            common = [len(inputs & marks) for marks in known]
+            common = [len(inputs & marks) for marks in recent_marks]
             best = [batch for batch, n in zip(recent, common, strict=True) if n == max(common) > 0]
-            fresh = [batch for batch in best if batch not in found]
+            fresh = [batch for batch in best if batch not in calls]
             if fresh:
                 last = next((batch for batch in fresh if batch > last), fresh[0])
-                found[last] = place
-    return found
+                calls[last] = event_index
+    return calls
 
 
 def _fits(
@@ -127,10 +127,10 @@ def _fits(
         return False
     if any(batch > first for batch, first in zip(batches, used, strict=False)):
         return False
-    numbers = [events[place]["number"] for place in batches]
+    numbers = [events[event_index]["number"] for event_index in batches]
     for count, (one, other) in enumerate(pairwise(numbers), 1):
         if one != other:
-            before = sum(place < batches[count] for place in backwards)
+            before = sum(event_index < batches[count] for event_index in backwards)
             if before != count * ratio:
                 return False
     return True
@@ -205,8 +205,8 @@ class StepReader:
         self._events = events
         self._owners = assign_batches(events)
         self._batches: dict[int, list[MicroBatch]] = {}  # by step
-        for place, owner in self._owners.items():
-            self._batches.setdefault(owner, []).append(_read_batch(events[place]))
+        for event_index, owner in self._owners.items():
+            self._batches.setdefault(owner, []).append(_read_batch(events[event_index]))
         self._about: dict[int, Event] = {}  # by optimizer, as are the next two
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._began: dict[int, int] = {}  # number of the backward events before a last step
@@ -235,10 +235,10 @@ class StepReader:
         history.num_begun = len(history.steps) + has_open
 
     def _read_step(self, event: Event, since: Sequence[Event]) -> RankStep:
-        number = event["optimizer"]
-        names = self._about[number]["names"]
+        optimizer = event["optimizer"]
+        names = self._about[optimizer]["names"]
         self._modes = event.get("modes", self._modes)
-        groups = self._groups[number] = event.get("groups", self._groups.get(number, {}))
+        groups = self._groups[optimizer] = event.get("groups", self._groups.get(optimizer, {}))
         settings = groups.get("settings", [{}])
         places = groups.get("places", [0] * len(names))
         calls = _read_calls(since)
@@ -248,7 +248,7 @@ class StepReader:
         backwards = [one for one in since if one["event"] == "backward"]
         rates = event.get("rates", [])
         return RankStep(
-            number,
+            optimizer,
             event["step"],
             batches,
             [each["loss"] for each in backwards],
@@ -263,50 +263,52 @@ class StepReader:
             np.frombuffer(base64.b64decode(event["rest"])),
             settings[0].get("eps", 0.0),
             event["reads"],
-            *self._read_gradients(number),
+            *self._read_gradients(optimizer),
             {name: {**settings[n], "group": n} for name, n in zip(names, places, strict=False)},
             self._modes,
             _number_by_pass(since, "criterion"),
             [each["pass"] for each in _number_by_pass(since, "advanced")],
-            [names[place] for place in event.get("frozen", [])],
-            self._read_changes(number),
+            [names[parameter_index] for parameter_index in event.get("frozen", [])],
+            self._read_changes(optimizer),
             event.get("exchanged", 0),
         )
 
-    def _read_gradients(self, number: int) -> tuple[list[dict[str, Sketch]], list[int]]:
+    def _read_gradients(self, optimizer: int) -> tuple[list[dict[str, Sketch]], list[int]]:
         """Return what backward passes since the optimizer's last step added, and the drops."""
-        about = self._about[number]
+        about = self._about[optimizer]
         names = dict(zip(about.get("tags", []), about["names"], strict=False))
         passes: list[dict[str, Sketch]] = []
         drops: list[int] = []
-        for each in self._gradients[self._began.get(number, 0) :]:
+        for each in self._gradients[self._began.get(optimizer, 0) :]:
             if each["event"] == "contributed":
-                found = decode(list(map(str, each["tags"])), each["values"])
-                named = {names[int(t)]: s for t, s in found.items() if int(t) in names}
-                kept = {name: sketch for name, sketch in named.items() if sketch is not None}
-                passes += [kept] if kept else []
+                sketches = decode(list(map(str, each["tags"])), each["values"])
+                named = {names[int(t)]: s for t, s in sketches.items() if int(t) in names}
+                added = {name: sketch for name, sketch in named.items() if sketch is not None}
+                passes += [added] if added else []
             elif each["event"] == "zeroed" and not names.keys().isdisjoint(each["tags"]):
                 drops.append(len(passes))
         return passes, drops
 
-    def _read_changes(self, number: int) -> list[str]:
+    def _read_changes(self, optimizer: int) -> list[str]:
         """Return the parameters that were changed before this step, and begin the next."""
-        names = self._about[number]["names"]
-        since = self._gradients[self._began.get(number, 0) :]
-        self._began[number] = len(self._gradients)
-        own = [each for each in since if each["event"] == "changed" and each["optimizer"] == number]
-        return [names[place] for each in own for place in each["places"]]
+        names = self._about[optimizer]["names"]
+        since = self._gradients[self._began.get(optimizer, 0) :]
+        self._began[optimizer] = len(self._gradients)
+        own = [
+            each for each in since if each["event"] == "changed" and each["optimizer"] == optimizer
+        ]
+        return [names[parameter_index] for each in own for parameter_index in each["places"]]
 
 
 def _number_by_pass(since: Sequence[Event], kind: str) -> list[Event]:
     """Return the events of a kind, with the number of the backward passes of the step before."""
-    found: list[Event] = []
-    number = 0
+    numbered_events: list[Event] = []
+    num_backwards = 0
     for each in since:
-        number += each["event"] == "backward"
+        num_backwards += each["event"] == "backward"
         if each["event"] == kind:
-            found.append({**each, "pass": number})
-    return found
+            numbered_events.append({**each, "pass": num_backwards})
+    return numbered_events
 
 
 def _read_calls(since: Sequence[Event]) -> list[Event]:
@@ -324,7 +326,7 @@ def _read_batch(event: Event) -> MicroBatch:
 def _read_passes(history: RankHistory, events: Sequence[Event]) -> None:
     """Read the passes over loaders: the order of training examples, and the evaluations."""
     after = 0
-    found: dict[int, EvalPass] = {}
+    passes: dict[int, EvalPass] = {}
     ended: set[int] = set()
     counts: Counter[int] = Counter()
     for each in events:
@@ -333,14 +335,16 @@ def _read_passes(history: RankHistory, events: Sequence[Event]) -> None:
         elif each["event"] == "batch" and each["is_training"]:
             history.orders.setdefault(each["number"], []).extend(each["rows"])
         elif each["event"] == "batch":
-            number = each["number"]
-            size = history.passes.get(number, {}).get("size")
-            found.setdefault(number, EvalPass(number, after, size)).rows.extend(each["rows"])
-            counts[number] += 1
-            if counts[number] == history.passes.get(number, {}).get("batches"):
-                ended.add(number)  # some loops stop by themselves and ask for no further batch
+            pass_number = each["number"]
+            size = history.passes.get(pass_number, {}).get("size")
+            passes.setdefault(pass_number, EvalPass(pass_number, after, size)).rows.extend(
+                each["rows"]
+            )
+            counts[pass_number] += 1
+            if counts[pass_number] == history.passes.get(pass_number, {}).get("batches"):
+                ended.add(pass_number)  # some loops stop by themselves and ask for no further batch
         elif each["event"] == "end":
             ended.add(each["number"])
         elif each["event"] == "gather for metrics":
             history.gathers.add(after)
-    history.evaluations = [each for number, each in found.items() if number in ended]
+    history.evaluations = [each for pass_number, each in passes.items() if pass_number in ended]

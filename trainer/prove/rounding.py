@@ -13,7 +13,7 @@ from trainer.core.same import FP64, TINY, relative
 from trainer.prove.merging import CommandHistory, Merged, Sketch, Step, distance, size_of
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
-MEASURED = 30.0  # times the effect of a change in the last bit
+TIMES_MEASURED = 30.0  # times the effect of a change in the last bit
 PARTLY_FP32 = 1e-6  # losses that differ by less: the script computes some of it in fp32
 KINDS = ("losses", "gradients", "weights")
 
@@ -39,7 +39,7 @@ class Bounds:
             return max(self.least, JUMP * before)
         measured = self.noise[kind]
         here = measured[min(step, len(measured) - 1)] if measured else 0.0
-        return max(self.least, MEASURED * here)
+        return max(self.least, TIMES_MEASURED * here)
 
 
 def compare_tensors(one: Merged, other: Merged, floor: float) -> tuple[float, str]:
@@ -70,13 +70,13 @@ def fill(one: Merged, other: Merged, weights: Merged) -> Merged:
 def without_noise(weights: Merged, gradients: Merged, silence: float) -> Merged:
     """Return the weights whose gradient is more than rounding, which Adam would amplify."""
     least = silence * gradients.norm
-    kept = {}
+    above_noise = {}
     for name, each in weights.whole.items():
         gradient = gradients.whole.get(name)
         size = 0.0 if gradient is None else size_of(gradient)
         if size == 0 or not size < least:
-            kept[name] = each
-    return Merged(kept, weights.spread, weights.missing)
+            above_noise[name] = each
+    return Merged(above_noise, weights.spread, weights.missing)
 
 
 def differences(one: Step, other: Step, bounds: Bounds) -> dict[str, tuple[float, str]]:
@@ -100,9 +100,9 @@ def measure(one: CommandHistory, other: CommandHistory) -> Bounds:
     native = Bounds("native", 1e-6, 1e-2, 1e-2, 1e-6)
     noise: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for a, b in zip(one.steps, other.steps, strict=False):
-        found = differences(a, b, native)
+        differences_by_kind = differences(a, b, native)
         for kind in KINDS:
-            noise[kind].append(max([found[kind][0], *noise[kind][-1:]]))
+            noise[kind].append(max([differences_by_kind[kind][0], *noise[kind][-1:]]))
     return replace(native, noise=noise)
 
 
@@ -117,11 +117,11 @@ MOST_NAMES = 3
 def find_precision(one: CommandHistory, other: CommandHistory) -> tuple[int, str] | None:
     """Return the first step with another autocast, or None, and what differs."""
     shared = owners(one) & owners(other)
-    for place, (ours, theirs) in enumerate(zip(one.steps, other.steps, strict=False)):
+    for step_index, (ours, theirs) in enumerate(zip(one.steps, other.steps, strict=False)):
         pair = [autocast(step, shared) for step in (ours, theirs)]
         if pair[0] != pair[1] and (set(pair[0]) != set(pair[1]) or shared):
             shown = [f"{h.name} {_show(each)}" for h, each in zip((one, other), pair, strict=True)]
-            return place, " and ".join(shown)
+            return step_index, " and ".join(shown)
     kinds = [
         sorted({kind for each in described(h) for kind in each["dtypes"]}) for h in (one, other)
     ]
@@ -143,11 +143,13 @@ def owners(history: CommandHistory) -> set[str]:
 
 def autocast(step: Step, modules: set[str]) -> dict[str, set[str]]:
     """Return the modules that are called under autocast in a step, by dtype."""
-    found: dict[str, set[str]] = {}
+    names_by_dtype: dict[str, set[str]] = {}
     for rank in step.ranks:
         for dtype, named in rank.modes.get("autocast", {}).items():
-            found.setdefault(dtype, set()).update(name for name, _ in named if name in modules)
-    return found
+            names_by_dtype.setdefault(dtype, set()).update(
+                name for name, _ in named if name in modules
+            )
+    return names_by_dtype
 
 
 def _show(modules: Mapping[str, set[str]]) -> str:

@@ -32,7 +32,8 @@ KILLED = "killed"  # file that the recorder makes at the step of the kill
 LOADED = "loaded"  # file of the recorder, made as it is loaded
 SHOWN_LINES = 12  # of a failed command
 TRACEBACK_LINES = 24
-PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # the shell takes it as it is, in quotes or not
+# The shell takes such a path as it is, in quotes or not.
+PLAIN_PATH = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 FLAGS = r"[abd-ln-zA-Z]"  # -c and -m end Python's own
 ISOLATED = re.compile(rf"\bpython[\d.]*(\s+-[XW]\s*\S+|\s+-{FLAGS}+)*?\s+-{FLAGS}*[IES]")
 AGENT = re.compile(r"^[WE]\d{4} \S+ \d+ torch/distributed/elastic/multiprocessing/api", re.M)
@@ -162,19 +163,19 @@ def plain_path(folder: Path) -> Iterator[str]:
 
     A name with spaces or other signs that the shell interprets is reached through a link.
     """
-    if PLAIN.fullmatch(str(folder)):
+    if PLAIN_PATH.fullmatch(str(folder)):
         yield str(folder)
         return
     root = tempfile.gettempdir()
-    root = root if PLAIN.fullmatch(root) else "/tmp"  # noqa: S108  # mkdtemp makes its own there
-    place = Path(tempfile.mkdtemp(prefix="lockstep-dir-", dir=root))
-    link = place / "dir"
+    root = root if PLAIN_PATH.fullmatch(root) else "/tmp"  # noqa: S108  # mkdtemp makes its own
+    link_folder = Path(tempfile.mkdtemp(prefix="lockstep-dir-", dir=root))
+    link = link_folder / "dir"
     link.symlink_to(folder, target_is_directory=True)
     try:
         yield str(link)
     finally:
         link.unlink(missing_ok=True)
-        place.rmdir()
+        link_folder.rmdir()
 
 
 def run_command(
@@ -195,11 +196,11 @@ def run_command(
     first = view.words(folder.parent, environment) if view else []
     stopped = ""
     mark = json.dumps(str(folder.absolute())).encode()  # in the environment of its processes
-    with plain_path(work) as place:
+    with plain_path(work) as work_path:
         output = OutputKeeper(folder / "output.txt")
         try:
             process = start(
-                [*first, "/bin/sh", "-c", command.replace("{dir}", place)],
+                [*first, "/bin/sh", "-c", command.replace("{dir}", work_path)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output.writer,
@@ -272,15 +273,15 @@ class Bench:
         """
         self.tell(f"running {name} in {dtype}: {command}")
         recording = Recording(self.steps, dtype, kill, is_perturbed)
-        place = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
-        work = work or place.with_name(f"files-{place.name}")
+        records_folder = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
+        work = work or records_folder.with_name(f"files-{records_folder.name}")
         view = view or self.views.make()
-        done = run_command(command, place, recording, self.limit_s, work, view)
+        done = run_command(command, records_folder, recording, self.limit_s, work, view)
         if problem := view.read_problem(done.code):
             view.give_up(problem)
             self.views.problem = problem
-            shutil.rmtree(place)
-            done = run_command(command, place, recording, self.limit_s, work, view)
+            shutil.rmtree(records_folder)
+            done = run_command(command, records_folder, recording, self.limit_s, work, view)
         return done
 
     def read(self, name: str, done: CommandRun) -> CommandHistory:
@@ -387,31 +388,31 @@ def _align(
         what = "starts with other weights each time, or found a checkpoint of another run"
         advice = "set its seed, and give it {dir} as the folder of its checkpoints"
         raise ConfigError(f"{one.command}: {what}; {advice}")
-    states = [first, *(step.weights for step in one.steps[: kill + 1])]
+    states = [first, *(each.weights for each in one.steps[: kill + 1])]
     apart = [compare_tensors(each, resumed.initial[0], bounds.weight_floor)[0] for each in states]
-    place = min(range(len(apart)), key=lambda each: apart[each])
-    is_whole = not apart[place] > max(bounds.least, 1e-6 if bounds.noise else 0.0)
+    step = min(range(len(apart)), key=lambda each: apart[each])
+    is_whole = not apart[step] > max(bounds.least, 1e-6 if bounds.noise else 0.0)
     partly = None if is_whole else find_partly_restored(one, resumed, kill, bounds.least)
-    place = partly.place if partly else place
-    reference = replace(one, steps=one.steps[place:], initial={**one.initial, 0: states[place]})
-    found = compare(reference, resumed, bounds)
-    found.worst["evaluation"] = 0.0
-    found.deviations = [
-        replace(each, reason=explain_resume(found, each, one, place))
-        for each in found.deviations
+    step = partly.place if partly else step
+    reference = replace(one, steps=one.steps[step:], initial={**one.initial, 0: states[step]})
+    aligned = compare(reference, resumed, bounds)
+    aligned.worst["evaluation"] = 0.0
+    aligned.deviations = [
+        replace(each, reason=explain_resume(aligned, each, one, step))
+        for each in aligned.deviations
         if each.kind not in ("evaluation", "steps")
     ]
     if partly:
-        found.deviations = [partly]
+        aligned.deviations = [partly]
     elif not is_whole:
-        where = f"the weights at the resume are those of no step (nearest: after step {place})"
-        found.deviations = [Deviation("initial weights", 0, where, "they are not all restored")]
-    elif place == 0:
+        where = f"the weights at the resume are those of no step (nearest: after step {step})"
+        aligned.deviations = [Deviation("initial weights", 0, where, "they are not all restored")]
+    elif step == 0:
         where = "the resumed command starts with the first weights"
-        found.deviations = [Deviation("initial weights", 0, where, "no checkpoint was loaded")]
+        aligned.deviations = [Deviation("initial weights", 0, where, "no checkpoint was loaded")]
     else:
-        repeats = f"; {counted(kill - place, 'step')} repeated" if place < kill else ""
-        found.notes.append(f"killed after step {kill}, resumed after step {place}{repeats}")
-        if f"rank 0 of {resumed.name}" in rest_apart(found, 0) and not found.deviations:
-            found.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
-    return found
+        repeats = f"; {counted(kill - step, 'step')} repeated" if step < kill else ""
+        aligned.notes.append(f"killed after step {kill}, resumed after step {step}{repeats}")
+        if f"rank 0 of {resumed.name}" in rest_apart(aligned, 0) and not aligned.deviations:
+            aligned.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
+    return aligned

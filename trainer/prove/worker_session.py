@@ -25,9 +25,9 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 def end_as_by_interrupt() -> None:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that the processes started here end."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signal_number, signal.default_int_handler)
 
 
 def continue_in_session(prefix: str) -> Path:
@@ -43,9 +43,10 @@ def continue_in_session(prefix: str) -> Path:
     """
     resource_tracker.ensure_running()  # outside of the session: it removes what killed ones leave
     candidates = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
-    numbers = [each for each in candidates if signal.getsignal(each) != signal.SIG_IGN]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*numbers, signal.SIGCHLD])
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # macOS drops it without a handler
+    signal_numbers = [each for each in candidates if signal.getsignal(each) != signal.SIG_IGN]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*signal_numbers, signal.SIGCHLD])
+    # macOS drops it without a handler
+    signal.signal(signal.SIGCHLD, lambda signal_number, frame: None)
     util.get_temp_dir()  # of multiprocessing's sockets, in both processes
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     sys.stdout.flush()
@@ -57,19 +58,19 @@ def continue_in_session(prefix: str) -> Path:
     if child == 0:
         os.setsid()
         end_with_parent(parent)
-        for number in (*numbers, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in (*signal_numbers, signal.SIGCHLD):
+            signal.signal(signal_number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.environ[FOLDER] = str(folder)
         return folder
-    code = _wait_for_end(child, numbers)
+    code = _wait_for_end(child, signal_numbers)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     kill_left((), [f"{FOLDER}={folder}\0".encode()])
     _kill_children(others)
     util._run_finalizers()  # type: ignore[attr-defined]  # removes the folder of the sockets
     shutil.rmtree(folder, ignore_errors=True)
-    if code is None or -code in numbers:
+    if code is None or -code in signal_numbers:
         raise KeyboardInterrupt
     if code < 0:
         raise RunError(f"""{signal.Signals(-code).name} ended the process that does the work;
@@ -77,17 +78,17 @@ def continue_in_session(prefix: str) -> Path:
     os._exit(code)
 
 
-def _wait_for_end(child: int, numbers: Sequence[int]) -> int | None:
-    """Return the exit code of a child, or None after a signal of `numbers`: it is then killed."""
+def _wait_for_end(child: int, signal_numbers: Sequence[int]) -> int | None:
+    """Return the exit code of a child; None after one of `signal_numbers`: it is then killed."""
     while True:
-        number = signal.sigwait([*numbers, signal.SIGCHLD])
-        if number == signal.SIGTSTP:  # Ctrl-Z
+        signal_number = signal.sigwait([*signal_numbers, signal.SIGCHLD])
+        if signal_number == signal.SIGTSTP:  # Ctrl-Z
             for each in (signal.SIGSTOP, signal.SIGCONT):
                 with suppress(ProcessLookupError, PermissionError):  # it has ended
                     os.killpg(child, each)
                 if each == signal.SIGSTOP:
                     os.kill(os.getpid(), each)  # until the shell sends SIGCONT
-        elif number != signal.SIGCHLD:
+        elif signal_number != signal.SIGCHLD:
             os.kill(child, signal.SIGKILL)  # also before it has its session
             os.waitpid(child, 0)
             return None

@@ -31,14 +31,14 @@ from trainer.shards.formats import FORMATS
 from trainer.shards.formats.mds import MdsWriter, encoding_of
 from trainer.shards.formats.shard_parts import FileBytes
 from trainer.shards.http_source import create_source, open_source
-from trainer.shards.index import MOST_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
+from trainer.shards.index import MOST_INDEX_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
 from trainer.shards.sources import LocalSource, Source, Span, open_file
 
 
 def write_index(
     url: str, to: str, settings: Mapping[str, Any], most_bytes: int
 ) -> tuple[ShardIndex, str]:
-    """Read all shards at `url`; write their index and return it with its place.
+    """Read all shards at `url`; write their index and return it with its address.
 
     A file of more than `most_bytes` becomes several shards, in formats whose files can be divided.
     Raises ConfigError if there are none, or of several formats, or one cannot be read.
@@ -48,23 +48,23 @@ def write_index(
     format, names = _find_shards(source.url, listed)
     settings = dict(settings)
     if format == "mds" and OF_MDS in listed:
-        made = of_mds(read_whole(source, OF_MDS, MOST_BYTES), f"{source.url}/{OF_MDS}")
-        names = [made.name(shard) for shard in range(len(made))]
-        settings = dict(made.settings)
+        mds_index = of_mds(read_whole(source, OF_MDS, MOST_INDEX_BYTES), f"{source.url}/{OF_MDS}")
+        names = [mds_index.name(shard) for shard in range(len(mds_index))]
+        settings = dict(mds_index.settings)
     elif format == "mds":
         raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; copy it there")
     if format == "bin":
         settings = {"header": 0, "dtype": "uint16", **settings}
-    found: list[tuple[str, int, int, bytes, Span | None]] = []
-    for number, name in enumerate(watched(names, f"reading {source.url}", "files")):
+    shards: list[tuple[str, int, int, bytes, Span | None]] = []
+    for file_number, name in enumerate(watched(names, f"reading {source.url}", "files")):
         with _local(source, name) as path:
             parts = _divide(format, path, settings, most_bytes)
-            for rows, span in parts or [(int(made.rows[number]), None)]:
+            for rows, span in parts or [(int(mds_index.rows[file_number]), None)]:
                 size = span.size if span else path.stat().st_size
                 with open_file(path) as file:
                     digest = bytes.fromhex(digest_file(file, span))
-                found.append((name, rows, size, digest, span))
-    index = ShardIndex.of(format, settings, *zip(*found, strict=True))
+                shards.append((name, rows, size, digest, span))
+    index = ShardIndex.of(format, settings, *zip(*shards, strict=True))
     target = create_source(to)
     target.write(NAME, index.to_bytes())
     return index, f"{target.url}/{NAME}"
@@ -73,16 +73,16 @@ def write_index(
 def _find_shards(url: str, listed: list[str]) -> tuple[str, list[str]]:
     """Return the format and the names of the shards."""
     names = [name for name in listed if not f"/{name}".count("/.")]  # copies of editors
-    found = {
+    by_format = {
         format: shards
         for format, kind in FORMATS.items()
         if (shards := [n for n in names if _without_compression(n).endswith(kind.suffixes)])
     }
-    if len(found) != 1:
+    if len(by_format) != 1:
         kinds = ", ".join(suffix for kind in FORMATS.values() for suffix in kind.suffixes)
-        has = f"files of several formats ({', '.join(found)})" if found else "no shards"
+        has = f"files of several formats ({', '.join(by_format)})" if by_format else "no shards"
         raise ConfigError(f"{url}: has {has}; must have files of one of {kinds}")
-    ((format, shards),) = found.items()
+    ((format, shards),) = by_format.items()
     packed = [name for name in shards if name != _without_compression(name)]
     if packed and format != "mds":
         raise ConfigError(f"{url}: {packed[0]} is compressed: must be {format} files as they are")
@@ -142,9 +142,9 @@ def _local(
     if isinstance(source, LocalSource):
         path = source.folder / name
         with open_file(path) as opened:
-            found = path.stat().st_size
-            if size is not None and span is None and found != size:
-                raise RunError(f"has {found:,} bytes, and {size:,} in the index")
+            actual_size = path.stat().st_size
+            if size is not None and span is None and actual_size != size:
+                raise RunError(f"has {actual_size:,} bytes, and {size:,} in the index")
             digest = digest_file(opened, span) if sha256 else ""
         if digest != sha256:
             raise RunError(f"has SHA-256 {digest[:12]}, and {sha256[:12]} in the index")
@@ -205,8 +205,8 @@ def _examples(dataset: Any, seed: int) -> Iterator[Any]:
 
 
 def _check_empty(source: Source) -> None:
-    if found := source.list():
-        raise ConfigError(f"{source.url}: must be empty, and has {found[0]}; give another place")
+    if names := source.list():
+        raise ConfigError(f"{source.url}: must be empty, and has {names[0]}; give another place")
 
 
 def _columns(example: Any) -> Iterator[tuple[str, Any]]:
@@ -214,16 +214,16 @@ def _columns(example: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(example, Mapping):
         yield from ((str(name), value) for name, value in example.items())
     elif isinstance(example, (tuple, list)):
-        yield from ((str(number), value) for number, value in enumerate(example))
+        yield from ((str(column), value) for column, value in enumerate(example))
     else:
         yield "0", example
 
 
-def _put(source: Source, writer: MdsWriter, number: int) -> tuple[str, int, int, bytes]:
+def _put(source: Source, writer: MdsWriter, shard: int) -> tuple[str, int, int, bytes]:
     """Write a shard; return its name, rows, bytes and SHA-256."""
     rows = len(writer)
     data = writer.take()
-    name = f"shard.{number:05d}.mds"
+    name = f"shard.{shard:05d}.mds"
     source.write(name, data)
     return name, rows, len(data), hashlib.sha256(data).digest()
 
@@ -263,7 +263,7 @@ URL is a folder, or s3://, gs://, hf:// with fsspec (extra shards); check also t
 Exit codes: 0 done, 1 a shard differs, 2 invalid arguments."""
 
 SHARD_MB = 16  # an epoch begins with a window of them for each lane
-WORDS = ("to", "split", "shard_mb", "tokens", "dtype", "header")
+OWN_WORDS = ("to", "split", "shard_mb", "tokens", "dtype", "header")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write(arguments: Sequence[str]) -> int:
     words, config_dirs = split_arguments(arguments)
-    own, overrides = take_words(words, WORDS, config_dirs)
+    own, overrides = take_words(words, OWN_WORDS, config_dirs)
     if "to" not in own:
         raise ConfigError("to is missing: give to=<folder or bucket> for the shards")
     most_bytes = _number(own, "shard_mb", SHARD_MB) * 2**20
@@ -299,7 +299,7 @@ def _write(arguments: Sequence[str]) -> int:
 
 
 def _index(arguments: Sequence[str]) -> int:
-    own, rest = take_words(arguments, WORDS)
+    own, rest = take_words(arguments, OWN_WORDS)
     url = _address(rest, "index")
 
     names = ("tokens", "header")
@@ -307,10 +307,12 @@ def _index(arguments: Sequence[str]) -> int:
     if "dtype" in own:
         settings["dtype"] = own["dtype"]
     most_bytes = _number(own, "shard_mb", SHARD_MB) * 2**20
-    index, place = write_index(url, own.get("to", url), settings, most_bytes)
+    index, address = write_index(url, own.get("to", url), settings, most_bytes)
     rows = int(index.rows.sum())
-    line = f"{counted(rows, 'example')} in {counted(len(index), 'shard')} ({index.format}): {place}"
-    facts = {"index": place, "examples": rows, "shards": len(index), "format": index.format}
+    line = (
+        f"{counted(rows, 'example')} in {counted(len(index), 'shard')} ({index.format}): {address}"
+    )
+    facts = {"index": address, "examples": rows, "shards": len(index), "format": index.format}
     return answer(0, "written", facts, lambda: print(line))
 
 

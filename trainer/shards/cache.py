@@ -21,8 +21,8 @@ from trainer.core.errors import ConfigError, RunError, ServerError, one_line
 from trainer.shards.download import digest_file, download
 from trainer.shards.eviction import (
     FREE,
-    PART,
-    RAW,
+    PART_ENDING,
+    RAW_ENDING,
     CacheRoom,
     Grow,
     NextUse,
@@ -38,11 +38,11 @@ from trainer.shards.eviction import (
 )
 from trainer.shards.formats.shard_parts import FileBytes, stamp_of
 from trainer.shards.index import ShardIndex
-from trainer.shards.sources import CHUNK, LocalSource, Source, is_lasting, lock
+from trainer.shards.sources import SOURCE_CHUNK_BYTES, LocalSource, Source, is_lasting, lock
 
-TRIES = 10  # while others delete the folder or its files
+CACHE_TRIES = 10  # while others delete the folder or its files
 OPENERS: dict[str, Callable[[BinaryIO], Any]] = {"gz": gzip.open, "bz2": bz2.open}
-FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ShardCache:
@@ -85,8 +85,8 @@ class ShardCache:
         self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
         try:
             _check_link(root)
-            with open_folder(self.folder) as place:
-                os.close(open_to_lock(place, FREE))
+            with open_folder(self.folder) as descriptor:
+                os.close(open_to_lock(descriptor, FREE))
         except OSError as error:
             raise ConfigError(f"""cache={folder}: {error.strerror};
                 give another folder, such as cache=/tmp/shards""") from None
@@ -146,20 +146,20 @@ class ShardCache:
     def _open_or_download(self, shard: int, next_use: NextUse | None) -> FileBytes:
         """Delete all other shards if the disk is full."""
         is_full = False
-        for attempt in range(TRIES):
+        for attempt in range(CACHE_TRIES):
             try:
                 with open_folder(self.folder) as folder:
                     if is_full:
                         self._room.evict(folder, shard, float("inf"), next_use)
-                    found = self._open_finished(folder, shard)
-                    if found is None:
-                        found = self._download(folder, shard, next_use)
-                    return found
+                    file = self._open_finished(folder, shard)
+                    if file is None:
+                        file = self._download(folder, shard, next_use)
+                    return file
             except FileNotFoundError:  # somebody deletes the folder
-                if attempt == TRIES - 1:
+                if attempt == CACHE_TRIES - 1:
                     raise
             except OSError as error:
-                if is_full or error.errno not in FULL:
+                if is_full or error.errno not in NO_ROOM_ERRORS:
                     raise
                 is_full = True
         raise AssertionError
@@ -235,17 +235,17 @@ class ShardCache:
     def _download(self, folder: int, shard: int, next_use: NextUse | None) -> FileBytes:
         name = self._name(shard)
         with self._locked_part(folder, name) as part:
-            found = self._open_finished(folder, shard)
-            if found is not None:  # another process was faster
-                delete(folder, name + PART)
-                return found
+            file = self._open_finished(folder, shard)
+            if file is not None:  # another process was faster
+                delete(folder, name + PART_ENDING)
+                return file
             try:
                 return self._write(folder, shard, part, next_use)
             except BaseException:
                 with suppress(OSError):
-                    delete(folder, name + RAW)
+                    delete(folder, name + RAW_ENDING)
                     if not self._index.sha256(shard):  # the next try begins at the start
-                        delete(folder, name + PART)
+                        delete(folder, name + PART_ENDING)
                 raise
 
     def _write(
@@ -265,12 +265,12 @@ class ShardCache:
             self._room.grower(folder, shard, next_use),
         )
         if not self._compression:
-            return self._publish(folder, shard, part, name + PART, next_use)
-        with open(create(folder, name + RAW), "w+b") as raw:
+            return self._publish(folder, shard, part, name + PART_ENDING, next_use)
+        with open(create(folder, name + RAW_ENDING), "w+b") as raw:
             self._decompress(shard, part, raw, self._room.grower(folder, shard, next_use))
-            found = self._publish(folder, shard, raw, name + RAW, next_use)
-        delete(folder, name + PART)
-        return found
+            file = self._publish(folder, shard, raw, name + RAW_ENDING, next_use)
+        delete(folder, name + PART_ENDING)
+        return file
 
     @contextmanager
     def _locked_part(self, folder: int, name: str) -> Iterator[BinaryIO]:
@@ -278,10 +278,10 @@ class ShardCache:
 
         A process that is killed leaves its part, which the next one of its user continues.
         """
-        part = name + PART
-        written = partial(bytes_at, folder, (part, name + RAW))
+        part = name + PART_ENDING
+        written = partial(bytes_at, folder, (part, name + RAW_ENDING))
         foreign = 0
-        while foreign < TRIES:
+        while foreign < CACHE_TRIES:
             descriptor = open_to_lock(folder, part)
             # unbuffered: a full disk is met at each write
             with open(descriptor, "r+b" if is_own(descriptor) else "rb", buffering=0) as file:
@@ -301,7 +301,7 @@ class ShardCache:
         done = 0
         try:
             with _decompressed(part, self._compression) as stream:
-                while block := stream.read(CHUNK):
+                while block := stream.read(SOURCE_CHUNK_BYTES):
                     done += len(block)
                     grow(done)
                     raw.write(block)
@@ -315,7 +315,7 @@ class ShardCache:
     def _no_room(self, shard: int, error: OSError) -> ServerError:
         need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
         advice = {errno.EFBIG: "raise ulimit -f, or give"}.get(error.errno or 0, "give")
-        if error.errno in FULL:
+        if error.errno in NO_ROOM_ERRORS:
             advice = "make room, or give"
         return ServerError(f"{self.folder}: {need}; {advice} another cache= folder")
 
@@ -327,15 +327,15 @@ class ShardCache:
         os.utime(file.fileno(), ns=(_time_of(digest),) * 2)
         self._room.publish(folder, shard, file.fileno(), name, next_use)
         fcntl.flock(file, fcntl.LOCK_UN)  # else it is locked as long as it is open
-        found = FileBytes(self.path(shard), os.dup(file.fileno()))
-        self._verified[shard] = stamp_of(found.status)
-        return found
+        finished = FileBytes(self.path(shard), os.dup(file.fileno()))
+        self._verified[shard] = stamp_of(finished.status)
+        return finished
 
 
 def default_folder() -> Path:
     """Return the folder of all caches: LOCKSTEP_CACHE, or lockstep in the user's cache folder."""
-    if given := os.environ.get("LOCKSTEP_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
 

@@ -154,19 +154,19 @@ class ShardedDataset(Dataset):
 
         One that cannot be read is named when it is read.
         """
-        places = self._first.searchsorted(indices, side="right") - 1
-        shards = dict.fromkeys(places.tolist())
+        shard_numbers = self._first.searchsorted(indices, side="right") - 1
+        shards = dict.fromkeys(shard_numbers.tolist())
         self._close_changed(shards)
         closed = [shard for shard in shards if shard not in {*self._open, *self._flaws}]
         wanted = [shard for shard in closed if not self.cache.is_ready(shard)]
         if len(wanted) > 1:
             with ThreadPoolExecutor(DOWNLOADS) as pool:
-                for shard, found in zip(wanted, pool.map(self._fetch, wanted), strict=True):
-                    if isinstance(found, FileBytes):
+                for shard, file_or_flaw in zip(wanted, pool.map(self._fetch, wanted), strict=True):
+                    if isinstance(file_or_flaw, FileBytes):
                         with suppress(RunError):  # which reading it meets again
-                            self._add(shard, found)
+                            self._add(shard, file_or_flaw)
                     else:
-                        self._flaws[shard] = found
+                        self._flaws[shard] = file_or_flaw
 
     def open_fetcher(self, sampler: EpochSampler, world: World) -> Fetcher | None:
         """Return this node's fetcher of shards before ranks need them, on one of its ranks."""
@@ -189,8 +189,8 @@ class ShardedDataset(Dataset):
 
     def _add(self, shard: int, file: FileBytes) -> None:
         """Read the head of an open file; the oldest of too many is closed, as are deleted ones."""
-        for number in [n for n, (other, _) in self._open.items() if other.is_deleted]:
-            del self._open[number]
+        for deleted_shard in [n for n, (other, _) in self._open.items() if other.is_deleted]:
+            del self._open[deleted_shard]
         while len(self._open) >= MOST_OPEN:
             self._open.pop(next(iter(self._open)))
         try:
@@ -207,11 +207,11 @@ class ShardedDataset(Dataset):
         return self.__dict__ | {"_open": {}}
 
 
-def _address(name: str, given: Any) -> str:
+def _address(name: str, argument: Any) -> str:
     """Return a path or an address. Raises ConfigError, which names the argument, for others."""
-    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+    text = os.fspath(argument) if isinstance(argument, (str, os.PathLike)) else ""
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ConfigError(f"""{name}={given!r:.60}:
+        raise ConfigError(f"""{name}={argument!r:.60}:
             must be a folder or an address such as https://host/folder""")
     return text
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from trainer.core.config.plain_files import hash_rest
 from trainer.core.errors import RunError, ServerError, one_line
 from trainer.shards.sources import (
-    CHUNK,
+    SOURCE_CHUNK_BYTES,
     ResumeError,
     Source,
     Span,
@@ -22,7 +22,7 @@ from trainer.shards.sources import (
 )
 
 DOWNLOADS = 8  # at once, of one process
-TRIES = 8  # in a row without a new byte: about a minute
+DOWNLOAD_TRIES = 8  # in a row without a new byte: about a minute
 FIRST_DELAY_S = 0.25
 MOST_DELAY_S = 20.0
 CHECK = "it was changed or is damaged: python -m trainer.shards check"
@@ -36,33 +36,33 @@ def read_whole(
 
     `check` gets its first bytes, and may raise ConfigError before the rest is read.
     """
-    place = f"{source.url}/{name}"
+    url = f"{source.url}/{name}"
 
     def read() -> bytes:
-        found = bytearray()
+        content = bytearray()
         try:
             for block in source.stream(name):
-                check_wait(f"reading {place}")
-                if not found:
-                    check(bytes(block[:CHUNK]))
-                found += block
-                if len(found) > most_bytes:
-                    raise RunError(f"{place}: must have at most {most_bytes:,} bytes")
+                check_wait(f"reading {url}")
+                if not content:
+                    check(bytes(block[:SOURCE_CHUNK_BYTES]))
+                content += block
+                if len(content) > most_bytes:
+                    raise RunError(f"{url}: must have at most {most_bytes:,} bytes")
         except ResumeError as error:
             raise FileNotFoundError(str(error)) from None
-        return bytes(found)
+        return bytes(content)
 
-    with Wait(f"reading {place}") as wait:
-        return _retried(read, place, wait)
+    with Wait(f"reading {url}") as wait:
+        return _retried(read, url, wait)
 
 
-def _retried(action: Callable[[], Any], place: str, wait: Wait) -> Any:
-    for attempt in range(TRIES):
+def _retried(action: Callable[[], Any], url: str, wait: Wait) -> Any:
+    for attempt in range(DOWNLOAD_TRIES):
         try:
             return action()
         except TemporaryError as error:
-            if attempt == TRIES - 1:
-                raise _gave_up(place, one_line(error)) from None
+            if attempt == DOWNLOAD_TRIES - 1:
+                raise _gave_up(url, one_line(error)) from None
         wait.pause(_delay(attempt))
 
 
@@ -72,8 +72,8 @@ def _delay(attempt: int) -> float:
     return delay * (0.5 + _CHANCE.random())
 
 
-def _gave_up(place: str, why: str) -> ServerError:
-    return ServerError(f"""{place}: cannot be read after {TRIES} tries: {why};
+def _gave_up(url: str, why: str) -> ServerError:
+    return ServerError(f"""{url}: cannot be read after {DOWNLOAD_TRIES} tries: {why};
         check the server and the network, and start again: the run continues where it was""")
 
 
@@ -110,7 +110,7 @@ def _download(
     grow: Callable[[int], None],
     wait: Wait,
 ) -> None:
-    place = f"{source.url}/{name}"
+    url = f"{source.url}/{name}"
     attempt = 0
     farthest = 0
     before = ""
@@ -124,19 +124,19 @@ def _download(
             if not why:
                 return
             if why == before:
-                raise RunError(f"{place}: {why}; {CHECK} {source.url}")
+                raise RunError(f"{url}: {why}; {CHECK} {source.url}")
             before = why
             file.truncate(0)
         except ResumeError as error:
             if not file.seek(0, os.SEEK_END):  # else it is read from its start
-                raise RunError(f"{place}: cannot be read: {one_line(error)}") from None
+                raise RunError(f"{url}: cannot be read: {one_line(error)}") from None
             file.truncate(0)
             continue
         except TemporaryError as error:
             why = one_line(error)
         attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
-        if attempt == TRIES:
-            raise _gave_up(place, why) from None
+        if attempt == DOWNLOAD_TRIES:
+            raise _gave_up(url, why) from None
         wait.pause(_delay(attempt))
 
 
@@ -157,13 +157,13 @@ def _continue(
     hasher = hashlib.sha256()
     done = 0
     for begin, end in parts_of(span):
-        place = max(begin, written if end is None else min(written, end))
+        offset = max(begin, written if end is None else min(written, end))
         file.seek(begin)
-        hash_rest(file, place - begin, hasher)
-        done += place - begin
+        hash_rest(file, offset - begin, hasher)
+        done += offset - begin
         if end is None and done and done == size:
             break
-        for block in _blocks(source, name, place, end) if place != end else ():
+        for block in _blocks(source, name, offset, end) if offset != end else ():
             check_wait(f"downloading {name}")
             done += len(block)
             if size is None:

@@ -19,10 +19,10 @@ from trainer.core.errors import ServerError
 from trainer.shards.index import ShardIndex
 from trainer.shards.sources import check_wait, lock
 
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # to open a pipe would wait
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # to open a pipe would wait
 # What an open says of a link, a socket, a folder, and a file of another user
-_FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
-_TRIES = 100  # while somebody plants anew
+_FOREIGN_FILE_ERRORS = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
+_LOCK_TRIES = 100  # while somebody plants anew
 
 
 @contextmanager
@@ -44,11 +44,11 @@ def open_to_read(folder: int, name: str) -> int | None:
     Anything else, and a file that may not be read, is deleted.
     """
     try:
-        file = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=folder)
+        file = os.open(name, os.O_RDONLY | _OPEN_FLAGS, dir_fd=folder)
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in _FOREIGN:
+        if error.errno not in _FOREIGN_FILE_ERRORS:
             raise
     else:
         if is_regular(file):
@@ -63,16 +63,16 @@ def open_to_lock(folder: int, name: str) -> int:
 
     It can be written only if `is_own`.
     """
-    for _ in range(_TRIES):
+    for _ in range(_LOCK_TRIES):
         try:
-            file = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666, dir_fd=folder)
+            file = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666, dir_fd=folder)
         except OSError as error:
-            if error.errno not in _FOREIGN:
+            if error.errno not in _FOREIGN_FILE_ERRORS:
                 raise
             if error.errno in (errno.EACCES, errno.EPERM):
-                found = open_to_read(folder, name)  # another user's, which can be locked
-                if found is not None:
-                    return found
+                foreign_file = open_to_read(folder, name)  # another user's, which can be locked
+                if foreign_file is not None:
+                    return foreign_file
                 _check_writable(folder, error)
                 continue
         else:
@@ -103,16 +103,16 @@ def is_own(file: int) -> bool:
 def is_at(folder: int, name: str, file: int) -> bool:
     """Return True if an open file still bears this name."""
     try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(file))
+    return os.path.samestat(status, os.fstat(file))
 
 
 def create(folder: int, name: str) -> int:
     """Return the descriptor of a new file; one of this name is deleted."""
     delete(folder, name)
-    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666, dir_fd=folder)
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o666, dir_fd=folder)
 
 
 def delete(folder: int, name: str) -> None:
@@ -131,25 +131,25 @@ def delete(folder: int, name: str) -> None:
 
 def bytes_at(folder: int, names: Sequence[str]) -> int:
     """Return the bytes of those of these files that are there."""
-    found = 0
+    num_bytes = 0
     for name in names:
         with suppress(OSError):
-            found += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-    return found
+            num_bytes += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+    return num_bytes
 
 
-PART = ".part"  # an unfinished download, locked by the process that writes it
-RAW = ".raw"  # what has been decompressed of it
+PART_ENDING = ".part"  # an unfinished download, locked by the process that writes it
+RAW_ENDING = ".raw"  # what has been decompressed of it
 FREE = "free"  # the lock of whoever makes room
-MOST_OF_A_NAME = 60  # characters: a file's name has at most 255 bytes
-MOST_DIGITS = 18
+MOST_OF_A_CACHED_NAME = 60  # characters: a file's name has at most 255 bytes
+MOST_DIGITS_OF_A_SHARD = 18
 STRIDE = 2**24  # bytes of a file of unknown size, after which room is made for it again
 NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
 Grow = Callable[[int], None]
 
 
 def name_in_cache(index: ShardIndex, shard: int) -> str:
-    return f"{shard:08d}-{index.name(shard).replace('/', '_')[-MOST_OF_A_NAME:]}"
+    return f"{shard:08d}-{index.name(shard).replace('/', '_')[-MOST_OF_A_CACHED_NAME:]}"
 
 
 class CacheRoom:
@@ -230,11 +230,11 @@ class CacheRoom:
     def _drop_part(self, folder: int, shard: int) -> bool:
         """Delete an unfinished download that a killed process has left; return True if it was."""
         name = name_in_cache(self._index, shard)
-        with suppress(OSError), open(open_to_lock(folder, name + PART), "rb") as file:
+        with suppress(OSError), open(open_to_lock(folder, name + PART_ENDING), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(folder, name + PART, file.fileno()):
-                delete(folder, name + RAW)
-                delete(folder, name + PART)
+            if is_at(folder, name + PART_ENDING, file.fileno()):
+                delete(folder, name + RAW_ENDING)
+                delete(folder, name + PART_ENDING)
                 return True
         return False
 
@@ -244,23 +244,23 @@ class CacheRoom:
 
     def _survey(self, folder: int, but: int) -> list[_CachedFile]:
         """Return the files of other shards; unfinished downloads count as if they were finished."""
-        found = []
+        files = []
         for entry in os.scandir(folder):
             word = entry.name.partition("-")[0]
-            shard = int(word) if word.isdecimal() and len(word) < MOST_DIGITS else but
+            shard = int(word) if word.isdecimal() and len(word) < MOST_DIGITS_OF_A_SHARD else but
             if shard == but or shard >= len(self._index):
                 continue
             name = name_in_cache(self._index, shard)
             ending = entry.name.removeprefix(name)
-            if not entry.name.startswith(name) or ending not in ("", PART, RAW):
+            if not entry.name.startswith(name) or ending not in ("", PART_ENDING, RAW_ENDING):
                 continue  # somebody else's
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 size = self._on_disk(shard, status)
-                if ending == PART:
+                if ending == PART_ENDING:
                     size = self._size(shard) or size
-                found.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
-        return found
+                files.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
+        return files
 
     def _size(self, shard: int) -> int:
         return self._index.size(shard) or 0
@@ -268,7 +268,7 @@ class CacheRoom:
 
 @dataclass(frozen=True)
 class _CachedFile:
-    """A file of the cache: a finished shard, an unfinished one (PART), or one of RAW."""
+    """A file of the cache: a finished shard, an unfinished one (PART_ENDING), or a raw one."""
 
     shard: int
     ending: str

@@ -20,9 +20,9 @@ from typing import Any
 
 from trainer.core.errors import ConfigError, one_line
 from trainer.shards.sources import (
-    CHUNK,
     LASTING,
-    POLL_S,
+    SOURCE_CHUNK_BYTES,
+    STOP_POLL_S,
     TEMPORARY,
     FsspecSource,
     LocalSource,
@@ -80,7 +80,7 @@ TIMEOUT_S = 30.0  # without a byte
 HEAD_S = 60.0  # for the head of an answer
 MOST_HEADS = 8  # of an answer, with those of status 100
 MOST_TRAILERS = 100  # lines after a body in chunks
-MOST_OF_A_LINE = 2**16
+MOST_OF_A_TRAILER_LINE = 2**16
 NOT_SATISFIABLE = 416
 NO_PARTS = "the server sends no parts of files; index them with a larger shard_mb"
 HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
@@ -118,7 +118,7 @@ class HttpSource:
                 if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
                     raise FileNotFoundError(f"the server sends it with Content-Encoding: {packed}")
                 rest = answer.length or -1
-                while block := answer.read(CHUNK):
+                while block := answer.read(SOURCE_CHUNK_BYTES):
                     rest -= len(block)
                     yield block
                 if rest > 0:
@@ -175,7 +175,7 @@ class _PatientReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         until = min(self._until, time.monotonic() + TIMEOUT_S)
         before = self._socket.gettimeout()
-        self._socket.settimeout(POLL_S)
+        self._socket.settimeout(STOP_POLL_S)
         try:
             while True:
                 check_wait("waiting for a server")
@@ -199,15 +199,15 @@ class _Answer(http.client.HTTPResponse):
     def __init__(self, connection: Any, *args: Any, **options: Any):
         super().__init__(connection, *args, **options)
         self._patient = _PatientReader(self.fp, connection)
-        self.fp: Any = io.BufferedReader(self._patient, CHUNK)
+        self.fp: Any = io.BufferedReader(self._patient, SOURCE_CHUNK_BYTES)
         self._heads = 0
 
     def _read_status(self) -> tuple[str, int, str]:
         self._heads += 1
         if self._heads > MOST_HEADS:
             raise http.client.HTTPException('it answers "100 Continue" without end')
-        found: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]
-        return found
+        status: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]
+        return status
 
     def begin(self) -> None:
         super().begin()
@@ -215,7 +215,7 @@ class _Answer(http.client.HTTPResponse):
 
     def _read_and_discard_trailer(self) -> None:
         for _ in range(MOST_TRAILERS):
-            if self.fp.readline(MOST_OF_A_LINE) in (b"\r\n", b"\n", b""):
+            if self.fp.readline(MOST_OF_A_TRAILER_LINE) in (b"\r\n", b"\n", b""):
                 return
         raise http.client.HTTPException("it ends with trailers without end")
 

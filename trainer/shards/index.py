@@ -18,9 +18,9 @@ from trainer.shards.sources import Source, Span
 
 NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
 OF_MDS = "index.json"
-FORMAT = 1
-MOST_BYTES = 2**33  # 10**8 shards
-MOST_OF_A_HEADER = 2**24  # bytes, with the settings of the format
+INDEX_FORMAT = 1
+MOST_INDEX_BYTES = 2**33  # 10**8 shards
+MOST_INDEX_HEADER = 2**24  # bytes, with the settings of the format
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class ShardIndex:
     def to_bytes(self) -> bytes:
         from safetensors.torch import save
 
-        facts = {"format": FORMAT, "shards": self.format, "settings": dict(self.settings)}
+        facts = {"format": INDEX_FORMAT, "shards": self.format, "settings": dict(self.settings)}
         facts["digest"] = self.digest
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return save(tensors, {"lockstep": json.dumps(facts)})
 
     @classmethod
-    def from_bytes(cls, data: bytes, place: str) -> ShardIndex:
+    def from_bytes(cls, data: bytes, url: str) -> ShardIndex:
         """Raise ConfigError for anything but an index of this version."""
         try:
             metadata, tensors = parse_safetensors(data)
@@ -125,12 +125,12 @@ class ShardIndex:
             version = facts["format"]
             flaw = "is damaged" if facts["digest"] != index.digest else index.find_flaw()
         except Exception:  # safetensors has its own kind of error
-            version = FORMAT
+            version = INDEX_FORMAT
             flaw = "cannot be read"
-        if version != FORMAT:
-            flaw = f"is an index of version {version}, and {FORMAT} is read"
+        if version != INDEX_FORMAT:
+            flaw = f"is an index of version {version}, and {INDEX_FORMAT} is read"
         if flaw:
-            raise _damaged(place, flaw)
+            raise _damaged(url, flaw)
         return index
 
     def find_flaw(self) -> str:
@@ -196,13 +196,13 @@ def load_index(source: Source) -> ShardIndex:
         (NAME, _check_head, ShardIndex.from_bytes),
         (OF_MDS, _check_head_of_mds, of_mds),
     ):
-        place = f"{source.url}/{name}"
+        url = f"{source.url}/{name}"
         try:
-            data = read_whole(source, name, MOST_BYTES, partial(check, place))
+            data = read_whole(source, name, MOST_INDEX_BYTES, partial(check, url))
         except OSError as error:
             problems.append(error)
         else:
-            return convert(data, place)
+            return convert(data, url)
     for name, problem in zip((NAME, OF_MDS), problems, strict=True):
         if not isinstance(problem, FileNotFoundError):  # of two, that of Lockstep's own
             kind = "credentials" if isinstance(problem, PermissionError) else "file"
@@ -214,23 +214,23 @@ def load_index(source: Source) -> ShardIndex:
         check the address, or write one: python -m trainer.shards index {source.url}""")
 
 
-def _check_head(place: str, head: bytes) -> None:
+def _check_head(url: str, head: bytes) -> None:
     """Raise ConfigError if a file does not begin as an index does: it may be long."""
-    if not 2 <= int.from_bytes(head[:8], "little") <= MOST_OF_A_HEADER or head[8:9] not in b"{":
-        raise _damaged(place, "cannot be read")
+    if not 2 <= int.from_bytes(head[:8], "little") <= MOST_INDEX_HEADER or head[8:9] not in b"{":
+        raise _damaged(url, "cannot be read")
 
 
-def _check_head_of_mds(place: str, head: bytes) -> None:
+def _check_head_of_mds(url: str, head: bytes) -> None:
     if not head.lstrip().startswith(b"{"):
-        raise ConfigError(f"{place}: cannot be read as an index of MDS: it is no JSON; restore it")
+        raise ConfigError(f"{url}: cannot be read as an index of MDS: it is no JSON; restore it")
 
 
-def _damaged(place: str, flaw: str) -> ConfigError:
-    return ConfigError(f"""{place}: {flaw};
-        write it again: python -m trainer.shards index {place.removesuffix(NAME)}""")
+def _damaged(url: str, flaw: str) -> ConfigError:
+    return ConfigError(f"""{url}: {flaw};
+        write it again: python -m trainer.shards index {url.removesuffix(NAME)}""")
 
 
-def of_mds(data: bytes, place: str) -> ShardIndex:
+def of_mds(data: bytes, url: str) -> ShardIndex:
     """Convert MDS's index.json. Raises ConfigError for one of another form."""
     try:
         shards = parse_json(data)["shards"]
@@ -238,7 +238,7 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
         if forms:
             kind, version = min(forms)
             raise ValueError(f"its format is {kind} {version}, and mds 2 is read")
-        columns = [[each[name] for name in _COLUMNS] for each in shards]
+        columns = [[each[name] for name in _MDS_COLUMN_SETTINGS] for each in shards]
         compressions = {each["compression"] for each in shards}
         if len(compressions) != 1 or columns[1:] != columns[:-1]:
             raise ValueError("its shards have several forms" if shards else "it has no shards")
@@ -246,7 +246,7 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
         files = [each["zip_data"] if compression else each["raw_data"] for each in shards]
         names = [each["basename"] for each in files]
         hashes = [each["hashes"].get("sha256") or "0" * 64 for each in files]
-        settings = dict(zip(_COLUMNS, columns[0], strict=True))
+        settings = dict(zip(_MDS_COLUMN_SETTINGS, columns[0], strict=True))
         settings["compression"] = compression
         rows = [each["samples"] for each in shards]
         sizes = [each["bytes"] for each in files]
@@ -256,8 +256,8 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
             raise ValueError(f"it {flaw}")
         return index
     except Exception as error:  # it may hold anything
-        raise ConfigError(f"""{place}: cannot be read as an index of MDS: {describe(error)};
+        raise ConfigError(f"""{url}: cannot be read as an index of MDS: {describe(error)};
             restore it""") from None
 
 
-_COLUMNS = ("column_names", "column_encodings", "column_sizes")
+_MDS_COLUMN_SETTINGS = ("column_names", "column_encodings", "column_sizes")

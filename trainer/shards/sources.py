@@ -23,9 +23,9 @@ from trainer.core.distributed.signals import signal_to_stop
 from trainer.core.distributed.watch.process_table import kernel_state
 from trainer.core.errors import ConfigError, RunError, ServerError, one_line
 
-PATIENCE_S = 3.0  # after a request to stop: what takes less time ends in order
-ANNOUNCE_S = 3.0  # a wait that takes longer is announced
-POLL_S = 0.5
+STOP_PATIENCE_S = 3.0  # after a request to stop: what takes less time ends in order
+ANNOUNCED_WAIT_S = 3.0  # a wait that takes longer is announced
+STOP_POLL_S = 0.5
 MOST_POLL_S = 0.1  # between two tries to lock a file
 STUCK_S = 600.0  # without progress: a download's eight tries take less
 STUCK_IF_STOPPED_S = 60.0
@@ -52,17 +52,17 @@ class Wait:
 
     def check(self) -> None:
         """Announce a long wait, the first of its kind. Raises ServerError if asked to stop."""
-        if name := signal_to_stop(PATIENCE_S):
+        if name := signal_to_stop(STOP_PATIENCE_S):
             raise ServerError(f"asked to stop ({name}) while {self.what}")
         is_worker = multiprocessing.current_process().daemon  # of data: its rank announces
-        if not is_worker and time.monotonic() - self._begun > ANNOUNCE_S:
+        if not is_worker and time.monotonic() - self._begun > ANNOUNCED_WAIT_S:
             announce(self.what.partition(" ")[0], f"{self.what} ...")
 
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (rest := end - time.monotonic()) > 0:
             self.check()
-            time.sleep(min(rest, POLL_S))
+            time.sleep(min(rest, STOP_POLL_S))
         self.check()
 
 
@@ -78,7 +78,7 @@ def announce(kind: str, line: str) -> None:
     _announced.add(kind)
 
 
-def lock(file: int, place: str, progress: Callable[[], int] = lambda: 0) -> None:
+def lock(file: int, path: str, progress: Callable[[], int] = lambda: 0) -> None:
     """Lock a file. Raises ServerError if its holder is stuck: `progress()` does not change."""
     delay = 0.001
     seen = -1
@@ -86,16 +86,16 @@ def lock(file: int, place: str, progress: Callable[[], int] = lambda: 0) -> None
     while True:
         with suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        check_wait(f"waiting for the lock of {place}")
-        if (now := progress()) != seen:
-            seen = now
+        check_wait(f"waiting for the lock of {path}")
+        if (amount := progress()) != seen:
+            seen = amount
             since = time.monotonic()
         seconds = time.monotonic() - since
-        if seconds > ANNOUNCE_S:
+        if seconds > ANNOUNCED_WAIT_S:
             name, is_stopped = _holder(file)
-            announce(place, f"waiting for {name}, which has locked {place} ...")
+            announce(path, f"waiting for {name}, which has locked {path} ...")
             if seconds > (STUCK_IF_STOPPED_S if is_stopped else STUCK_S):
-                raise ServerError(f"""{place}: {name} has locked it for {seconds:.0f} s
+                raise ServerError(f"""{path}: {name} has locked it for {seconds:.0f} s
                     without progress; end it, or give another cache= folder""")
         time.sleep(delay)
         delay = min(2 * delay, MOST_POLL_S)
@@ -107,14 +107,14 @@ def _holder(file: int) -> tuple[str, bool]:
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     with suppress(OSError, ValueError, IndexError):  # only Linux has it
         for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, pid, place, *_ = line.split()
-            if (kind, place) == ("FLOCK", f"{device}:{status.st_ino}") and int(pid) > 0:
+            _, kind, _, _, pid, device_and_inode, *_ = line.split()
+            if (kind, device_and_inode) == ("FLOCK", f"{device}:{status.st_ino}") and int(pid) > 0:
                 is_stopped = kernel_state(int(pid)) in ("T", "t")
                 return f"process {pid}{' (stopped)' * is_stopped}", is_stopped
     return "another process", False
 
 
-CHUNK = 2**20  # bytes
+SOURCE_CHUNK_BYTES = 2**20
 RANGE = 2**24  # bytes of a request to a store
 PAST_THE_END = re.compile("InvalidRange|range.* not satisfiable", re.IGNORECASE)
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP: a later request may succeed
@@ -193,7 +193,9 @@ class LocalSource:
     def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         with open_file(self.folder / name) as file:
             file.seek(begin)
-            while block := file.read(CHUNK if end is None else min(CHUNK, end - file.tell())):
+            while block := file.read(
+                SOURCE_CHUNK_BYTES if end is None else min(SOURCE_CHUNK_BYTES, end - file.tell())
+            ):
                 yield block
 
     def list(self) -> list[str]:
@@ -233,32 +235,32 @@ class FsspecSource:
         return self._opened[1]
 
     def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        place = begin
+        offset = begin
         try:
             system, root = self._open()
             while True:  # one request for each part, and none for the size
-                until = place + RANGE if end is None else min(place + RANGE, end)
-                read = partial(system.cat_file, f"{root}/{name}", start=place, end=until)
+                until = offset + RANGE if end is None else min(offset + RANGE, end)
+                read = partial(system.cat_file, f"{root}/{name}", start=offset, end=until)
                 block = _in_a_thread(read, f"reading {self.url}/{name}")
                 yield block
-                if place + len(block) < until or until == end:
+                if offset + len(block) < until or until == end:
                     return
-                place = until
+                offset = until
         except ServerError:
             raise
         except Exception as error:
             if not PAST_THE_END.search(one_line(error)):
                 raise _translated(error) from None
-            if place == begin > 0:  # one of 0 bytes has no first one
+            if offset == begin > 0:  # one of 0 bytes has no first one
                 raise ResumeError(f"it has no bytes from {begin:,} on") from None
 
     def list(self) -> list[str]:
         try:
             system, root = self._open()
-            found = system.find(root)
+            paths = system.find(root)
         except Exception as error:
             raise self._failure("listed", _translated(error)) from None
-        return sorted(path.removeprefix(root).lstrip("/") for path in found)
+        return sorted(path.removeprefix(root).lstrip("/") for path in paths)
 
     def write(self, name: str, data: bytes) -> None:
         try:
@@ -281,23 +283,23 @@ def _in_a_thread(call: Callable[[], Any], what: str) -> Any:
 
     A store's own client retries for minutes.
     """
-    found: list[Any] = []
+    returned: list[Any] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            returned.append(call())
         except BaseException as error:
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(POLL_S)
+        thread.join(STOP_POLL_S)
         check_wait(what)
     if raised:
         raise raised[0]
-    return found[0]
+    return returned[0]
 
 
 def _translated(error: Exception) -> Exception:

@@ -48,7 +48,7 @@ sweep also means over seeds and the best value of each setting. For several runs
 Exit codes: 0 everything is in order, or the runs are the same; 1 a save, a checkpoint or a step is
 wrong, or the runs differ; 2 no such run."""
 LONG = "--long"
-ADVICE = "give one or more run directories: python -m trainer.show RUN"
+SHOW_ADVICE = "give one or more run directories: python -m trainer.show RUN"
 SOON_BYTES = 20e9  # of all checkpoints together, read and digested within a minute
 
 
@@ -59,47 +59,47 @@ def main(arguments: Sequence[str]) -> int:
 
         return replay(arguments)
     is_long = LONG in rest
-    given = [word for word in rest if word != LONG]
-    words, config_dirs = split_arguments(given, own=(JSON, LONG))
+    without_long = [word for word in rest if word != LONG]
+    words, config_dirs = split_arguments(without_long, own=(JSON, LONG))
     outs = [Path(word[4:]) for word in arguments if word.startswith("out=")]
     words = [local(word) for word in words]
     for word in words:
         check_path("the argument", word)
     from trainer.show.compare import compare, expand
 
-    places = expand([word for word in words if word])
-    if len(places) > 1:
-        return compare(places, outs)
-    place = Path(single(words, ADVICE))
+    directories = expand([word for word in words if word])
+    if len(directories) > 1:
+        return compare(directories, outs)
+    directory = Path(single(words, SHOW_ADVICE))
     for out in outs:
         if out.suffix != ".html":
             raise ConfigError(f"out={out}: must end with .html; several runs have .csv too")
     from trainer.core.checkpoints.transaction import MANIFEST
 
-    if (place / MANIFEST).is_file() or not (place / CONFIG).is_file():
+    if (directory / MANIFEST).is_file() or not (directory / CONFIG).is_file():
         if outs:
-            raise ConfigError(f"{place}: has no {CONFIG}; give a run directory for out=FILE")
-        return _show_checkpoints(place, is_long)
-    return _show_run(place, outs, config_dirs, is_long)
+            raise ConfigError(f"{directory}: has no {CONFIG}; give a run directory for out=FILE")
+        return _show_checkpoints(directory, is_long)
+    return _show_run(directory, outs, config_dirs, is_long)
 
 
-def _show_checkpoints(place: Path, is_long: bool) -> int:
-    found = _read_checkpoints(place, is_long)
-    if not found:
-        raise ConfigError(f"{place}: has no {CONFIG} and no checkpoints; {ADVICE}")
-    wrong = sum("error" in facts for facts in found)
+def _show_checkpoints(directory: Path, is_long: bool) -> int:
+    checkpoints = _read_checkpoints(directory, is_long)
+    if not checkpoints:
+        raise ConfigError(f"{directory}: has no {CONFIG} and no checkpoints; {SHOW_ADVICE}")
+    wrong = sum("error" in facts for facts in checkpoints)
     result = f"{wrong} invalid" if wrong else "valid"
-    facts = {"checkpoints": found}
-    return answer(int(wrong > 0), result, facts, lambda: _print_checkpoints(found))
+    facts = {"checkpoints": checkpoints}
+    return answer(int(wrong > 0), result, facts, lambda: _print_checkpoints(checkpoints))
 
 
-def _show_run(place: Path, outs: Sequence[Path], config_dirs: list[str], is_long: bool) -> int:
+def _show_run(directory: Path, outs: Sequence[Path], config_dirs: list[str], is_long: bool) -> int:
     from trainer.show.run_page import RunSummary
     from trainer.show.run_reading import read_runs
 
-    (found,) = read_runs([str(place)])
-    told = RunSummary.of(found, config_dirs, is_long)
-    listed = _read_checkpoints(place, is_long)
+    (run_files,) = read_runs([str(directory)])
+    told = RunSummary.of(run_files, config_dirs, is_long)
+    listed = _read_checkpoints(directory, is_long)
     wrong = sum("error" in facts for facts in listed)
     for out in outs:
         told.make_page().write(out)
@@ -129,15 +129,15 @@ def _print_lines(told: Any) -> None:
         print(visible(f"{label:<{width}}  {value}{'  ' * bool(note)}{note}"))
 
 
-def _read_checkpoints(place: Path, is_long: bool = False) -> list[dict[str, Any]]:
-    """Return the facts of each checkpoint of a run, or of the one at `place`, oldest first.
+def _read_checkpoints(directory: Path, is_long: bool = False) -> list[dict[str, Any]]:
+    """Return the facts of each checkpoint of a run, or of the one at `directory`, oldest first.
 
     Their bytes are compared with the manifest if that takes no longer than a minute, or `is_long`.
     """
     from trainer.core.checkpoints import transaction as checkpoint
 
-    is_one = (place / checkpoint.MANIFEST).is_file()
-    paths = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
+    is_one = (directory / checkpoint.MANIFEST).is_file()
+    paths = [directory] if is_one else list(checkpoint.steps(directory / "checkpoints").values())
     num_bytes = 0
     for file in (file for path in paths for file in path.glob("*")):
         with suppress(OSError):  # a run that goes on has removed it
@@ -158,8 +158,8 @@ def _examine(path: Path, is_read: bool) -> dict[str, Any]:
     except CheckpointError as error:
         if checkpoint.is_gone(path):
             return {}  # its run is going on
-        number = path.name.removeprefix("step-")
-        return {"step": int(number) if number.isdecimal() else None, "error": str(error)}
+        step = path.name.removeprefix("step-")
+        return {"step": int(step) if step.isdecimal() else None, "error": str(error)}
     return {
         "step": manifest["step"],
         "is_read": is_read,
@@ -170,11 +170,11 @@ def _examine(path: Path, is_read: bool) -> dict[str, Any]:
     }
 
 
-def _print_checkpoints(found: Sequence[Mapping[str, Any]]) -> None:
+def _print_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of them."""
     columns = ("checkpoint", "files", "size", "strategy", "ranks", "metrics")
     rows: list[Sequence[str]] = []
-    for facts in found:
+    for facts in checkpoints:
         if error := facts.get("error"):
             step = "" if facts["step"] is None else str(facts["step"])
             rows.append((step, f"INVALID {error}"))

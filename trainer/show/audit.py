@@ -26,7 +26,7 @@ from trainer.core.errors import CheckpointError, ConfigError, counted, visible
 LONG = "--long"
 MOST_EXAMPLES = 2**28  # computed without --long, 5 million a second (1 core, torch 2.13)
 PER_STEP = 20  # a step takes as long as so many examples
-BLOCK = 2**20  # examples per block: memory does not grow with the data
+EXAMPLES_PER_BLOCK = 2**20  # examples per block: memory does not grow with the data
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def _read_sampling(manifest: Mapping[str, Any], directory: Path) -> Sampling:
     facts = manifest["data"]["train"]
     if not facts.get("sampling"):
         return Shuffle(facts["length"])
-    place = directory / mixture.NAME
+    path = directory / mixture.NAME
     try:
-        data = read_file(place, mixture.MOST_BYTES)
+        data = read_file(path, mixture.MOST_BYTES)
     except OSError as error:
-        raise CheckpointError(f"""{place}: {error.strerror}: it has the order of the examples;
+        raise CheckpointError(f"""{path}: {error.strerror}: it has the order of the examples;
             restore it""") from None
-    return mixture.from_bytes(data, facts["sampling"], str(place))
+    return mixture.from_bytes(data, facts["sampling"], str(path))
 
 
 def expected(
@@ -109,7 +109,7 @@ def expected(
     """
     chain = ""
     others = _by_epoch(replaced or {})
-    per_block = max(1, BLOCK // global_batch)
+    per_block = max(1, EXAMPLES_PER_BLOCK // global_batch)
     for epoch, num_taken in _epochs(sampling.size, global_batch, num_steps):
         order = sampling.order(seed, epoch, global_batch)
         begin = epoch * (sampling.size // global_batch)
@@ -119,13 +119,13 @@ def expected(
             indices = order(torch.arange(first * global_batch, end * global_batch))
             if epoch in others:
                 unread, taken = others[epoch]
-                place = torch.searchsorted(unread, indices).clamp_(max=len(unread) - 1)
-                indices = torch.where(unread[place] == indices, taken[place], indices)
+                positions = torch.searchsorted(unread, indices).clamp_(max=len(unread) - 1)
+                indices = torch.where(unread[positions] == indices, taken[positions], indices)
             rows = indices.view(end - first, -1)
-            for number, digest in enumerate(digests(rows).tolist()):
-                step = begin + first + number
+            for row, digest in enumerate(digests(rows).tolist()):
+                step = begin + first + row
                 chain = extend(chain, step, digest)
-                yield step + 1, chain, rows[number]
+                yield step + 1, chain, rows[row]
 
 
 def _epochs(size: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
@@ -175,8 +175,8 @@ def _count_by_epoch(
             is_met = order.invert(unread) < num_taken
             moved += [(unread[is_met], -1), (taken[is_met], 1)]
     fewest, most = num_steps * global_batch, 0
-    for first in range(0, sampling.num_examples, BLOCK):
-        indices = torch.arange(first, min(first + BLOCK, sampling.num_examples))
+    for first in range(0, sampling.num_examples, EXAMPLES_PER_BLOCK):
+        indices = torch.arange(first, min(first + EXAMPLES_PER_BLOCK, sampling.num_examples))
         times = torch.zeros_like(indices)
         for order, num_taken in orders:
             times += order.invert(indices) < num_taken

@@ -24,71 +24,71 @@ from trainer.show.several_runs import (
 )
 
 RESULTS_CSV = "results.csv"  # of a sweep: its jobs, the best one first
-MOST_COLUMNS = 8  # runs side by side in a table of the terminal
-SUFFIXES = (".html", ".csv")
+MOST_RUNS_SIDE_BY_SIDE = 8  # runs side by side in a table of the terminal
+OUT_SUFFIXES = (".html", ".csv")
 
 
-def compare(places: Sequence[str], outs: Sequence[Path]) -> int:
+def compare(directories: Sequence[str], outs: Sequence[Path]) -> int:
     """Compare runs with the first one, write pages or tables, and return the exit code."""
     for out in outs:
-        if out.suffix not in SUFFIXES:
-            raise ConfigError(f"out={out}: must end with {' or '.join(SUFFIXES)}")
-    found = Comparison.of(read_runs([*places]))
-    code = int(not found.is_same)
-    facts = found.as_json()
+        if out.suffix not in OUT_SUFFIXES:
+            raise ConfigError(f"out={out}: must end with {' or '.join(OUT_SUFFIXES)}")
+    comparison = Comparison.of(read_runs([*directories]))
+    code = int(not comparison.is_same)
+    facts = comparison.as_json()
     if outs:
         facts["files"] = outs
     for out in outs:
         if out.suffix == ".csv":
-            _write_table(out, found)
+            _write_table(out, comparison)
         else:
-            make_page(found).write(out)
+            make_page(comparison).write(out)
 
     def show() -> None:
-        _print(found)
+        _print(comparison)
         for out in outs:
             print(f"written: {out}")
 
-    is_equal = all(verdict.line == SAME_BITS for verdict in found.verdicts)
+    is_equal = all(verdict.line == SAME_BITS for verdict in comparison.verdicts)
     result = "same bits" if is_equal else "same up to rounding"
     return answer(code, "not the same" if code else result, facts, show)
 
 
-def expand(places: Sequence[str]) -> list[str]:
+def expand(folders: Sequence[str]) -> list[str]:
     """Replace the folder of a sweep by the directories of its runs, the best one first."""
-    found: list[str] = []
-    for place in places:
-        table = Path(place) / RESULTS_CSV
-        if not table.is_file() or (Path(place) / CONFIG).is_file():
-            found.append(place)
+    directories: list[str] = []
+    for folder in folders:
+        table = Path(folder) / RESULTS_CSV
+        if not table.is_file() or (Path(folder) / CONFIG).is_file():
+            directories.append(folder)
             continue
         runs = [row.get("directory") or "" for row in csv.DictReader(read_lines(table))]
-        found += [run for run in runs if run and (Path(run) / CONFIG).is_file()]
-    return found
+        directories += [run for run in runs if run and (Path(run) / CONFIG).is_file()]
+    return directories
 
 
-RESULTS = ("run", "steps", "best", "training time (s)", "strategy", "ranks", "end")
+RESULT_COLUMNS = ("run", "steps", "best", "training time (s)", "strategy", "ranks", "end")
 
 
-def _print(found: Comparison) -> None:
+def _print(comparison: Comparison) -> None:
     """Print the verdicts, the page's two tables, and what else differs."""
-    first, *others = names = short_names(found.runs)
-    swept = Swept(found.runs, found.settings)
+    first, *others = names = short_names(comparison.runs)
+    swept = Swept(comparison.runs, comparison.settings)
     groups: dict[str, list[str]] = {}
-    for name, verdict in zip(others, found.verdicts, strict=True):
+    for name, verdict in zip(others, comparison.verdicts, strict=True):
         groups.setdefault(verdict.line, []).append(name)
     if swept.is_study and len(groups) > 1:
         groups = {f"different: {', '.join(each.name for each in swept.columns)}": others}
     for line, those in groups.items():
         print(visible(f"{', '.join(those)}: {line}" if len(groups) > 1 else line))
-    for section in (list_results(found.runs, names, swept), swept.means()):
+    for section in (list_results(comparison.runs, names, swept), swept.means()):
         if section.rows:
             print(*map(visible, [section.title] * bool(section.title) + [*section.lines]), sep="\n")
             print_table(section.columns, [[*map(_text_of, row)] for row in section.rows])
-    is_many = len(others) >= MOST_COLUMNS
+    is_many = len(others) >= MOST_RUNS_SIDE_BY_SIDE
     shown = [change.name for change in swept.columns]
-    settings = [change for change in found.settings if change.name not in shown]
-    titles = {"setting": settings, "data, code, versions": found.facts}
+    settings = [change for change in comparison.settings if change.name not in shown]
+    titles = {"setting": settings, "data, code, versions": comparison.facts}
     for title, changes in titles.items():
         if not changes:
             print(f"{title}: no {'other ' * bool(title == 'setting' and shown)}difference")
@@ -98,8 +98,8 @@ def _print(found: Comparison) -> None:
         else:
             print_table([title, *names], [[each.name, *each.values] for each in changes])
     is_told = is_many or swept.is_study
-    for number, name in enumerate(others):
-        lines = found.lines(number)
+    for other_index, name in enumerate(others):
+        lines = comparison.lines(other_index)
         if lines and not is_told:
             print(visible(f"first differences between {first} and {name}:"))
             print(*(f"  {visible(line)}" for line in lines), sep="\n")
@@ -111,18 +111,21 @@ def _text_of(cell: str | Cell) -> str:
     return cell.text if isinstance(cell, Cell) else cell
 
 
-def _write_table(out: Path, found: Comparison) -> None:
+def _write_table(out: Path, comparison: Comparison) -> None:
     file = io.StringIO()
     writer = csv.writer(file)
-    writer.writerow(["kind", "name", *found.names])
-    for kind, changes in {"settings": found.settings, "facts": found.facts}.items():
+    writer.writerow(["kind", "name", *comparison.names])
+    for kind, changes in {"settings": comparison.settings, "facts": comparison.facts}.items():
         writer.writerows([kind, change.name, *change.values] for change in changes)
-    writer.writerow(["verdict", "", "", *(verdict.line for verdict in found.verdicts)])
-    for kind, columns in {"first difference": found.firsts, "unknown": found.unknown}.items():
-        for number in range(max(map(len, columns))):
-            cells = [lines[number] if number < len(lines) else "" for lines in columns]
-            writer.writerow([kind, number + 1, "", *cells])
-    results = found.results()
-    for place, name in enumerate(RESULTS[1:], 1):
-        writer.writerow(["result", name, *(row[place] for row in results)])
+    writer.writerow(["verdict", "", "", *(verdict.line for verdict in comparison.verdicts)])
+    for kind, columns in {
+        "first difference": comparison.firsts,
+        "unknown": comparison.unknown,
+    }.items():
+        for line_index in range(max(map(len, columns))):
+            cells = [lines[line_index] if line_index < len(lines) else "" for lines in columns]
+            writer.writerow([kind, line_index + 1, "", *cells])
+    results = comparison.results()
+    for column, name in enumerate(RESULT_COLUMNS[1:], 1):
+        writer.writerow(["result", name, *(row[column] for row in results)])
     write_out(out, file.getvalue())

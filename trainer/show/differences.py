@@ -18,10 +18,10 @@ from trainer.core.same import RUNS, TINY, relative
 from trainer.core.same.distance import squares
 from trainer.core.strategy.ddp import COMPRESSING
 from trainer.pages.charts import SPEED
-from trainer.show.run_reading import PLACE, Curve, RunFiles
+from trainer.show.run_reading import PLACE_SETTINGS, Curve, RunFiles
 
 EXAMPLES = "the examples"
-MOST_BYTES = 2**26  # of a tensor that is read at once
+MOST_BYTES_AT_ONCE = 2**26  # of a tensor that is read at once
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ def list_changes(runs: list[RunFiles], kind: str) -> list[Change]:
     """Return the settings or the facts that are not the same in all runs."""
     tables: list[Mapping[str, Any]]
     tables = [r.settings if kind == "settings" else {**r.facts(), **_logged(r)} for r in runs]
-    found = []
+    changes = []
     for name in dict.fromkeys(name for table in tables for name in table):
         values = tuple(str(table[name]) if name in table else "-" for table in tables)
-        if name not in PLACE and len(set(values)) > 1:
-            found.append(Change(name, values))
-    return found
+        if name not in PLACE_SETTINGS and len(set(values)) > 1:
+            changes.append(Change(name, values))
+    return changes
 
 
 def _logged(run: RunFiles) -> dict[str, str]:
@@ -96,12 +96,12 @@ def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:
     steps: otherwise they are means over other steps.
     """
     limit = rounding_limit(one, other)
-    found = [
+    differences = [
         *_of_curves(one, other, limit),
         *_of_examples(one, other),
         *_of_weights(one, other, limit),
     ]
-    return sorted(found, key=lambda each: (each.step, each.first_step))
+    return sorted(differences, key=lambda each: (each.step, each.first_step))
 
 
 def rounding_limit(*runs: RunFiles) -> float:
@@ -130,15 +130,15 @@ def _kept(run: RunFiles) -> set[int]:
 
 def _of_curves(one: RunFiles, other: RunFiles, limit: float) -> Iterator[Difference]:
     """Yield the first difference, and the first one that is too large for rounding."""
-    found = []
+    differences = []
     for name in one.curves:
         if name in other.curves and not name.startswith(SPEED):
             begin = max(one.begin, other.begin)
             pairs = _pairs(name, one.curves[name], other.curves[name], begin, limit)
-            found += [each for each in pairs if each.one != each.other]
-    found.sort(key=lambda each: (each.step, not each.name.startswith("train/")))
-    large = [each for each in found if not each.is_rounding]
-    yield from dict.fromkeys([*found[:1], *large[:1]])
+            differences += [each for each in pairs if each.one != each.other]
+    differences.sort(key=lambda each: (each.step, not each.name.startswith("train/")))
+    large = [each for each in differences if not each.is_rounding]
+    yield from dict.fromkeys([*differences[:1], *large[:1]])
 
 
 def _pairs(
@@ -228,7 +228,7 @@ def _distance(mine: Any, theirs: Any, name: str, shape: tuple[int, ...]) -> floa
     It is read in slices, as a tensor may be larger than the memory.
     """
     width = mine.dtype(name).itemsize * math.prod(shape[1:])
-    rows = max(1, MOST_BYTES // max(1, width))
+    rows = max(1, MOST_BYTES_AT_ONCE // max(1, width))
     sums = torch.zeros(2, dtype=torch.float64)
     is_same = True
     for first in range(0, shape[0] if shape else 1, rows):
@@ -255,21 +255,25 @@ class Sameness:
     is_same: bool
 
 
-def judge(one: RunFiles, other: RunFiles, found: list[Difference]) -> Sameness:
+def judge(one: RunFiles, other: RunFiles, differences: list[Difference]) -> Sameness:
     """Return the verdict on two runs, by their first differences."""
     unknown = explain_unknown(one, other)
-    if not found:
+    if not differences:
         return Sameness(f"{CANNOT_TELL}: {unknown}" if unknown else SAME_BITS, not unknown)
     pair = [one, other]
     settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
-    small = [each for each in found if each.is_rounding]
+    small = [each for each in differences if each.is_rounding]
     facts = _list_facts(one, other)
     if settings:
         return Sameness(f"different: {_listed(settings)}", False)
-    if len(small) == len(found):
+    if len(small) == len(differences):
         return _judge_rounding(one, other, small, unknown)
-    if small and found[0] is small[0] and not any(each.is_of_examples for each in found):
-        late = next(each for each in found if not each.is_rounding)
+    if (
+        small
+        and differences[0] is small[0]
+        and not any(each.is_of_examples for each in differences)
+    ):
+        late = next(each for each in differences if not each.is_rounding)
         growth = f"{_short(small[0])} {small[0].distance:.0e} at step {small[0].step:,}"
         if late.distance is not None and math.isfinite(late.distance):
             growth += f", {_short(late)} {late.distance:.0e} at step {late.step:,}"
@@ -280,7 +284,7 @@ def judge(one: RunFiles, other: RunFiles, found: list[Difference]) -> Sameness:
     changed = "Same settings" + ", code and data" * (None not in (one.manifest, other.manifest))
     if facts:
         changed = f"Changed: {_listed(facts)}"
-    line = f"different: {found[0].name}, from {_span(found[0])}. {changed}"
+    line = f"different: {differences[0].name}, from {_span(differences[0])}. {changed}"
     return Sameness(line, False)
 
 

@@ -28,9 +28,9 @@ from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.trainer import active_run
 from trainer.show.run_reading import mesh_of
 
-ALONE = MeshSizes("auto", 1, 1, 1, 1)
-SHOWN = 5
-ADVICE = "give one run directory and one step: python -m trainer.show RUN step=N"
+MESH_OF_ONE_PROCESS = MeshSizes("auto", 1, 1, 1, 1)
+EXAMPLES_SHOWN = 5
+REPLAY_ADVICE = "give one run directory and one step: python -m trainer.show RUN step=N"
 
 
 class EndOfReplay(Exception):
@@ -45,15 +45,15 @@ class EndOfReplay(Exception):
 def replay(arguments: Sequence[str]) -> int:
     """Train to the step that `step=N` names, print its examples, and return the exit code."""
     own, rest = take_words(arguments, ("step",))
-    path, overrides, config_dirs = run_directory(rest, ADVICE)
+    path, overrides, config_dirs = run_directory(rest, REPLAY_ADVICE)
     wanted = own.get("step", "")
     if not wanted.isdecimal() or int(wanted) < 1:
-        given = f"step={wanted}: must be an integer of at least 1; " * bool(wanted)
-        raise ConfigError(f"{given}{ADVICE}")
+        problem = f"step={wanted}: must be an integer of at least 1; " * bool(wanted)
+        raise ConfigError(f"{problem}{REPLAY_ADVICE}")
     directory = Path(path)
     step = int(wanted)
     if (directory / MANIFEST).is_file():
-        raise ConfigError(f"{directory}: is one checkpoint; {ADVICE}")
+        raise ConfigError(f"{directory}: is one checkpoint; {REPLAY_ADVICE}")
     config = load_run_config(str(directory), overrides, config_dirs)
     others = [word for word in overrides if word.partition("=")[0] not in FIXED]
     _check_fixed(config, load_run_config(str(directory), others, config_dirs))
@@ -74,8 +74,8 @@ def replay(arguments: Sequence[str]) -> int:
 
 def _announce(step: int, start: int, resume: Path | None) -> str:
     """Return a line about the steps that are trained before the one that is examined."""
-    place = f"from {resume.name}" if resume else "from the start: no checkpoint before it is kept"
-    line = f"step {step:,} needs {counted(step - 1 - start, 'step')} of training, {place}"
+    origin = f"from {resume.name}" if resume else "from the start: no checkpoint before it is kept"
+    line = f"step {step:,} needs {counted(step - 1 - start, 'step')} of training, {origin}"
     advice = "a run with checkpoint.keep_last=<n> keeps more checkpoints"
     return f"{line}; {advice}" if step - 1 > start else line
 
@@ -97,7 +97,7 @@ def _on_one_process(config: Config, directory: Path, resume: Path | None, scratc
     return replace(
         config,
         run=replace(config.run, resume=str(resume) if resume else None, name="replay", dir=scratch),
-        strategy=replace(config.strategy, name=name, comm_hook="none", mesh=ALONE),
+        strategy=replace(config.strategy, name=name, comm_hook="none", mesh=MESH_OF_ONE_PROCESS),
         data=replace(config.data, micro_batch=micro_batch),
         checkpoint=replace(config.checkpoint, mirror=None),
     )
@@ -105,10 +105,10 @@ def _on_one_process(config: Config, directory: Path, resume: Path | None, scratc
 
 def _find_newest_before(directory: Path, step: int) -> tuple[int, Path | None]:
     """Return the newest valid checkpoint before a step, and its step; (0, None) without one."""
-    for number, path in reversed(transaction.steps(directory / "checkpoints").items()):
+    for saved_step, path in reversed(transaction.steps(directory / "checkpoints").items()):
         try:
-            if number < step and transaction.load(path):
-                return number, path
+            if saved_step < step and transaction.load(path):
+                return saved_step, path
         except CheckpointError as error:
             print(visible(f"skipped {path.name}: {error}"))
     return 0, None
@@ -169,7 +169,7 @@ def _answer(examples: Sequence[Example], step: int, start: int, directory: Path)
     for e in bad:
         what = "its gradient" if e.is_finite else "it"
         lines.append(f"example {e.index}: loss {e.loss:.6g}, {what} is not finite")
-    largest = [f"{e.loss:.6g} (example {e.index})" for e in finite[:SHOWN]]
+    largest = [f"{e.loss:.6g} (example {e.index})" for e in finite[:EXAMPLES_SHOWN]]
     lines.append("largest losses: " + ", ".join(largest))
     facts = {
         "step": step,
@@ -178,7 +178,7 @@ def _answer(examples: Sequence[Example], step: int, start: int, directory: Path)
         "mean_loss": mean,
         "logged_loss": logged,
         "not_finite": [{"example": e.index, "loss": e.loss} for e in bad],
-        "largest": [{"example": e.index, "loss": e.loss} for e in finite[:SHOWN]],
+        "largest": [{"example": e.index, "loss": e.loss} for e in finite[:EXAMPLES_SHOWN]],
     }
     result = "not finite" if bad else "finite"
     return answer(int(bool(bad)), result, facts, lambda: print(*lines, sep="\n"))

@@ -27,10 +27,10 @@ from trainer.pages.charts import (
     spoken,
 )
 from trainer.show.audit import audit
-from trainer.show.run_reading import EPOCH, PLACE, RunFiles, mesh_of
+from trainer.show.run_reading import EPOCH, PLACE_SETTINGS, RunFiles, mesh_of
 
 MOST_LARGE = 3
-PLAIN = re.compile(r"[\w./-]+")  # text that Hydra takes without quotes
+UNQUOTED_TEXT = re.compile(r"[\w./-]+")  # text that Hydra takes without quotes
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class RunSummary:
     command: str
 
     @classmethod
-    def of(cls, found: RunFiles, config_dirs: Sequence[str], is_long: bool) -> RunSummary:
+    def of(cls, run: RunFiles, config_dirs: Sequence[str], is_long: bool) -> RunSummary:
         """Summarize a run; `config_dirs` may have the file of its task."""
-        changed, others = _split_settings(found, _read_defaults(found.task, config_dirs))
-        audited = _audit(found, is_long)
-        command = _command(found, changed, config_dirs)
-        return cls(found, _status(found), _cards(found), audited, changed, others, command)
+        changed, others = _split_settings(run, _read_defaults(run.task, config_dirs))
+        audited = _audit(run, is_long)
+        command = _command(run, changed, config_dirs)
+        return cls(run, _status(run), _cards(run), audited, changed, others, command)
 
     @property
     def word(self) -> str:
@@ -73,42 +73,42 @@ class RunSummary:
         return lines or [f"{status.words}: {status.about}" for status in self.audited.states]
 
     def as_json(self) -> dict[str, Any]:
-        found = self.found
+        run = self.found
         return {
-            "run": found.name,
-            "task": found.task,
+            "run": run.name,
+            "task": run.task,
             "state": self.state.words,
-            "step": found.step,
-            "best": found.best and {"metric": found.best_metric, **_as_pair(found.best)},
-            "settings_that_differ": {name: found.settings[name] for name, *_ in self.changed},
+            "step": run.step,
+            "best": run.best and {"metric": run.best_metric, **_as_pair(run.best)},
+            "settings_that_differ": {name: run.settings[name] for name, *_ in self.changed},
             "audit": {"result": [s.words for s in self.audited.states], **self.audited.facts},
-            "skipped_steps": found.bad_steps,
+            "skipped_steps": run.bad_steps,
             "command": self.command,
         }
 
     def make_page(self) -> Page:
-        found = self.found
-        name = found.metric_name
-        best = f" · {spoken(name)} {shown(name, found.best[1])}" if found.best else ""
+        run = self.found
+        name = run.metric_name
+        best = f" · {spoken(name)} {shown(name, run.best[1])}" if run.best else ""
         states = [self.state, *self.audited.states]
-        page = Page(found.task + best, found.name, states, self.cards)
-        charts = _charts(found)
+        page = Page(run.task + best, run.name, states, self.cards)
+        charts = _charts(run)
         page.add_charts(charts[:MOST_CHARTS], len(charts), Section(""))
         title = "Settings that differ from the defaults"
         columns = ("setting", "value", "default")
         page.add(Section(title, columns=columns, rows=self.changed, is_beside=True))
-        for sample, (step, text) in found.samples.items():
+        for sample, (step, text) in run.samples.items():
             page.add(Section(f"{sample}, step {step:,}", text=text))
-        page.add(_sessions(found))
-        rows = [[f"{step:,}", why] for step, why in sorted(found.bad_steps.items())]
+        page.add(_sessions(run))
+        rows = [[f"{step:,}", why] for step, why in sorted(run.bad_steps.items())]
         page.add(Section("Skipped steps", columns=("step", "reason"), rows=rows, is_beside=True))
-        page.add(_checkpoints(found))
+        page.add(_checkpoints(run))
         page.add(Section("Repeat this run", text=self.command))
-        if found.manifest:
-            page.add(Section("Mesh", text="\n".join(picture(mesh_of(found.manifest)))))
+        if run.manifest:
+            page.add(Section("Mesh", text="\n".join(picture(mesh_of(run.manifest)))))
         others = sorted(self.others)
         page.add(Section("Settings with their defaults", rows=others, is_folded=True))
-        facts = [[name, text] for name, text in found.facts().items() if text not in ("", "None")]
+        facts = [[name, text] for name, text in run.facts().items() if text not in ("", "None")]
         page.add(Section("Data, code and versions", rows=facts, is_folded=True))
         page.add(Section("Audit of the examples", self.audited.lines, is_folded=True))
         return page
@@ -126,71 +126,71 @@ class Audited(NamedTuple):
     facts: dict[str, Any]
 
 
-def _status(found: RunFiles) -> Status:
-    code, reason = found.exit.get("code"), found.exit.get("reason", "")
+def _status(run: RunFiles) -> Status:
+    code, reason = run.exit.get("code"), run.exit.get("reason", "")
     if code == 0:
         return Status("good", "done", reason.removeprefix("done").lstrip(": "))
     if code is None:
-        return Status("open", f"at step {found.step:,}", "the run has not ended")
+        return Status("open", f"at step {run.step:,}", "the run has not ended")
     if code == STOPPED:
-        return Status("open", f"stopped at step {found.step:,}", "the state is saved")
-    return Status("bad", f"failed at step {found.step:,}", reason)
+        return Status("open", f"stopped at step {run.step:,}", "the state is saved")
+    return Status("bad", f"failed at step {run.step:,}", reason)
 
 
-def _cards(found: RunFiles) -> list[Card]:
-    settings, manifest = found.settings, found.manifest
+def _cards(run: RunFiles) -> list[Card]:
+    settings, manifest = run.settings, run.manifest
     batch = settings["data.global_batch"]
     cards = []
-    if found.best:
-        step, value = found.best
-        name = found.metric_name
+    if run.best:
+        step, value = run.best
+        name = run.metric_name
         cards.append(Card(f"best {spoken(name)}", Cell.number(value, name), f"at step {step:,}"))
     length = manifest.steps_per_epoch if manifest else 0
-    epochs = rounded("", found.step / length, 3) if length else ""
+    epochs = rounded("", run.step / length, 3) if length else ""
     note = f"{epochs} epoch{'s' * (epochs != '1')} of {counted(length, 'step')}" if epochs else ""
-    cards.append(Card("steps", f"{found.step:,}", note))
-    if found.seconds:
-        speed = rounded("", found.step * batch / found.seconds, 3)
-        cards.append(Card("training time", duration(found.seconds), f"{speed} examples/s"))
+    cards.append(Card("steps", f"{run.step:,}", note))
+    if run.seconds:
+        speed = rounded("", run.step * batch / run.seconds, 3)
+        cards.append(Card("training time", duration(run.seconds), f"{speed} examples/s"))
     if manifest:
-        note = f"{found.strategy}, {settings['strategy.precision']}"
+        note = f"{run.strategy}, {settings['strategy.precision']}"
         mesh = mesh_of(manifest)
         note += f", {mesh}" * mesh.is_divided
         cards.append(Card("layout", counted(manifest.world_size, "rank"), note))
     return cards
 
 
-def _charts(found: RunFiles) -> list[Chart]:
+def _charts(run: RunFiles) -> list[Chart]:
     """Return charts of the loss and what is evaluated, training and splits together; then others.
 
     The others are more of those, the optimizer's values, the task's, speed and memory.
     """
-    splits = ["train", *found.settings["eval.splits"]]
+    splits = ["train", *run.settings["eval.splits"]]
     groups: dict[str, list[Line]] = {}
-    for name in sorted(found.evaluated, key=lambda n: (n != "loss", n != found.metric_name)):
-        pairs = [(place, split, f"{split}/{name}") for place, split in enumerate(splits)]
-        own = [Line(s, found.curves[full], n) for n, s, full in pairs if full in found.curves]
+    for name in sorted(run.evaluated, key=lambda n: (n != "loss", n != run.metric_name)):
+        pairs = [(color, split, f"{split}/{name}") for color, split in enumerate(splits)]
+        own = [Line(s, run.curves[full], n) for n, s, full in pairs if full in run.curves]
         if own:
             groups[name] = own
     large = [*groups][:MOST_LARGE]
     taken = {f"{split}/{name}" for split in splits for name in groups}
-    others = [name for name in found.curves if name not in taken and name != EPOCH]
+    others = [name for name in run.curves if name not in taken and name != EPOCH]
     others.sort(key=lambda name: (name.startswith(SPEED), not name.startswith("optim/")))
-    groups |= {name: [Line(name, found.curves[name])] for name in others}
-    across = Axis(found.begin, max(found.step, found.begin + 1))
-    sessions = found.manifest.sessions if found.manifest else []
+    groups |= {name: [Line(name, run.curves[name])] for name in others}
+    across = Axis(run.begin, max(run.step, run.begin + 1))
+    sessions = run.manifest.sessions if run.manifest else []
     marks = {step: f"resumed, {counted(ranks, 'rank')}" for step, ranks in sessions[1:]}
     more = {"across": across, "marks": marks}
     return [Chart.of(n, lines, is_large=n in large, **more) for n, lines in groups.items()]
 
 
-def _sessions(found: RunFiles) -> Section:
-    if found.manifest is None:
-        line = "No checkpoint can be read." if found.checkpoints else "There is no checkpoint yet."
+def _sessions(run: RunFiles) -> Section:
+    if run.manifest is None:
+        line = "No checkpoint can be read." if run.checkpoints else "There is no checkpoint yet."
         return Section("Sessions", [line])
-    sessions = found.manifest.sessions
-    ends = [first for first, _ in sessions[1:]] + [found.manifest.step]
-    changes = found.manifest.changes
+    sessions = run.manifest.sessions
+    ends = [first for first, _ in sessions[1:]] + [run.manifest.step]
+    changes = run.manifest.changes
     rows: list[Row] = [
         [
             Cell(f"{first:,} to {end:,}", is_number=True),
@@ -204,11 +204,11 @@ def _sessions(found: RunFiles) -> Section:
     return Section("Sessions", columns=("steps", "ranks", "changed"), rows=rows, is_beside=True)
 
 
-def _audit(found: RunFiles, is_long: bool) -> Audited:
-    if not found.checkpoints:
+def _audit(run: RunFiles, is_long: bool) -> Audited:
+    if not run.checkpoints:
         return Audited([], [], {})
     try:
-        code, lines, facts = audit(found.path, is_long)
+        code, lines, facts = audit(run.path, is_long)
     except ConfigError as error:
         return Audited([Status("open", "not audited", str(error))], [], {})
     if code:
@@ -217,52 +217,52 @@ def _audit(found: RunFiles, is_long: bool) -> Audited:
     return Audited([Status("good", "audit", agreement)], lines, facts)
 
 
-def _command(found: RunFiles, changed: list[list[str]], config_dirs: Sequence[str]) -> str:
+def _command(run: RunFiles, changed: list[list[str]], config_dirs: Sequence[str]) -> str:
     """Return the command that starts the run again, with the settings that make it what it is."""
-    words = [f"task={found.task}"]
+    words = [f"task={run.task}"]
     for name, value, default in changed:
         if name != "task.name" and value != default:
-            words.append(f"{name}={_as_override(found.settings[name], value)}")
+            words.append(f"{name}={_as_override(run.settings[name], value)}")
     words += [f"--config-dir={folder}" for folder in config_dirs]
     return shlex.join(["python", "-m", "trainer", *words])
 
 
 def _as_override(value: Any, written: str) -> str:
     """Return a value as Hydra's command line takes it; text with special characters in quotes."""
-    if not isinstance(value, str) or PLAIN.fullmatch(value):
+    if not isinstance(value, str) or UNQUOTED_TEXT.fullmatch(value):
         return written
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
-def _checkpoints(found: RunFiles) -> Section:
-    best = found.best[0] if found.best else None
-    curve = found.curves.get(found.best_metric, {})
+def _checkpoints(run: RunFiles) -> Section:
+    best = run.best[0] if run.best else None
+    curve = run.curves.get(run.best_metric, {})
     rows: list[Row] = [
         [
             f"{step:,}",
-            Cell.number(curve.get(step), found.metric_name),
+            Cell.number(curve.get(step), run.metric_name),
             f"{path.name}{' (best)' * (step == best)}",
         ]
-        for step, path in sorted(found.checkpoints.items())
+        for step, path in sorted(run.checkpoints.items())
     ]
     return Section(
         "Checkpoints",
-        columns=("step", spoken(found.metric_name), "folder"),
+        columns=("step", spoken(run.metric_name), "folder"),
         rows=rows,
         is_beside=True,
     )
 
 
 def _split_settings(
-    found: RunFiles, defaults: Mapping[str, Any]
+    run: RunFiles, defaults: Mapping[str, Any]
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Return the settings that differ from the defaults, the run's first; and the others."""
     changed, others = [], []
-    for name, value in sorted(found.settings.items(), key=lambda item: item[0].startswith(LAYOUT)):
+    for name, value in sorted(run.settings.items(), key=lambda item: item[0].startswith(LAYOUT)):
         if name in defaults and value == defaults[name]:
             others.append([name, _written(value)])
-        elif name not in PLACE:
+        elif name not in PLACE_SETTINGS:
             default = _written(defaults[name]) if name in defaults else ""
             changed.append([name, _written(value), default])
     return changed, others

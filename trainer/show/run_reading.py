@@ -24,7 +24,13 @@ from trainer.core.strategy.mesh_sizes import AXES, Mesh
 EPOCH = "epoch"  # the curve of progress
 LEDGER = "ledger"
 # settings that name a run, and change nothing
-PLACE = ("run.dir", "run.name", "run.resume", "checkpoint.mirror", "checkpoint.mirror_timeout_s")
+PLACE_SETTINGS = (
+    "run.dir",
+    "run.name",
+    "run.resume",
+    "checkpoint.mirror",
+    "checkpoint.mirror_timeout_s",
+)
 # Settings that are needed of any config.json
 _NEEDED: dict[str, Any] = {
     **dict.fromkeys(("task.name", "strategy.name", "strategy.precision"), str),
@@ -49,11 +55,11 @@ class RunFiles:
     checkpoints: dict[int, Path] = field(repr=False)
 
     @classmethod
-    def read(cls, place: str) -> RunFiles:
+    def read(cls, directory: str) -> RunFiles:
         """Read a run directory. Raises ConfigError if it is none, or a file is not its own."""
-        path = Path(place)
+        path = Path(directory)
         if not (path / CONFIG).is_file():
-            raise ConfigError(f"{place}: has no {CONFIG}; give a run directory")
+            raise ConfigError(f"{directory}: has no {CONFIG}; give a run directory")
         rundir.check_plain(path)
         curves: dict[str, Curve] = {}
         ledger: dict[int, str] = {}
@@ -218,12 +224,12 @@ def mesh_of(manifest: Manifest) -> Mesh:
     return Mesh.of(sizes, World(world_size=size, local_world_size=size))
 
 
-def read_runs(places: list[str]) -> list[RunFiles]:
+def read_runs(directories: list[str]) -> list[RunFiles]:
     """Read several runs. Raises ConfigError or CheckpointError, naming the directory."""
     runs = []
-    for place in places:
+    for directory in directories:
         try:
-            runs.append(RunFiles.read(place))
+            runs.append(RunFiles.read(directory))
         except CheckpointError as error:
-            raise CheckpointError(f"{place}: {error}") from None
+            raise CheckpointError(f"{directory}: {error}") from None
     return runs

@@ -13,7 +13,7 @@ from trainer.core.config.schema import LAYOUT
 from trainer.core.errors import counted
 from trainer.pages import MOST_CHARTS, Page, Section, Status
 from trainer.pages.charts import (
-    MOST_LINES,
+    MOST_CURVES,
     SPEED,
     Axis,
     Cell,
@@ -56,13 +56,14 @@ class Comparison:
     @classmethod
     def of(cls, runs: list[RunFiles]) -> Comparison:
         one, *others = runs
-        found = [find_first(one, other) for other in others]
+        all_differences = [find_first(one, other) for other in others]
         unknown = [list_unknown(one, other) for other in others]
         verdicts = [
-            judge(one, other, differences) for other, differences in zip(others, found, strict=True)
+            judge(one, other, differences)
+            for other, differences in zip(others, all_differences, strict=True)
         ]
         settings, facts = (list_changes(runs, kind) for kind in ("settings", "facts"))
-        firsts = [[str(each) for each in differences] for differences in found]
+        firsts = [[str(each) for each in differences] for differences in all_differences]
         return cls(runs, settings, facts, verdicts, firsts, unknown)
 
     @property
@@ -75,7 +76,9 @@ class Comparison:
         own = [change for change in self.settings if not change.name.startswith(LAYOUT)]
         if not 0 < len(own) <= MOST_NAMED:
             return self.names
-        pairs = [[f"{c.name}={c.values[number]}" for c in own] for number in range(len(self.runs))]
+        pairs = [
+            [f"{c.name}={c.values[run_index]}" for c in own] for run_index in range(len(self.runs))
+        ]
         labels = [", ".join(each) for each in pairs]
         are_apart = len(set(labels)) == len(labels)
         return labels if are_apart else [": ".join(p) for p in zip(self.names, labels, strict=True)]
@@ -84,12 +87,12 @@ class Comparison:
     def is_same(self) -> bool:
         return all(verdict.is_same for verdict in self.verdicts)
 
-    def lines(self, number: int) -> list[str]:
+    def lines(self, other_index: int) -> list[str]:
         """Return the first differences of a run from the first one, and what is unknown."""
-        return self.firsts[number] + self.unknown[number]
+        return self.firsts[other_index] + self.unknown[other_index]
 
     def results(self) -> Rows:
-        """Return a row of RESULTS for each run."""
+        """Return a row of RESULT_COLUMNS for each run."""
         rows = []
         for each in self.runs:
             best = "-"
@@ -116,9 +119,9 @@ class Comparison:
         }
 
 
-MOST_COLUMNS = 6  # of settings in a table of runs
+MOST_SETTING_COLUMNS = 6  # of settings in a table of runs
 SEED = "run.seed"
-WIDE = 8.0  # largest to smallest value of a setting on a logarithmic axis
+WIDE_RATIO = 8.0  # largest to smallest value of a setting on a logarithmic axis
 
 
 class Swept:
@@ -131,7 +134,7 @@ class Swept:
     def __init__(self, runs: Sequence[RunFiles], settings: Sequence[Change]):
         own = [change for change in settings if not change.name.startswith(LAYOUT)]
         own.sort(key=lambda change: change.name == SEED)
-        self.columns = own if len(own) <= MOST_COLUMNS else []
+        self.columns = own if len(own) <= MOST_SETTING_COLUMNS else []
         self.is_study = len(runs) > 2 and bool(self.columns)
         self._runs = runs
         self._values = {n: each.best[1] for n, each in enumerate(runs) if each.best}
@@ -141,24 +144,24 @@ class Swept:
             rank = {n: self._sign * value for n, value in self._values.items()}
             self.order.sort(key=lambda n: rank.get(n, math.inf))
         keys = {n: self._key(n, [SEED]) if self.is_study else (str(n),) for n in self.order}
-        places = {key: place for place, key in enumerate(dict.fromkeys(keys.values()))}
-        self.colors = {n: places[key] for n, key in keys.items() if places[key] < MOST_LINES}
+        color_of = {key: color for color, key in enumerate(dict.fromkeys(keys.values()))}
+        self.colors = {n: color_of[key] for n, key in keys.items() if color_of[key] < MOST_CURVES}
 
     @property
     def metric(self) -> str:
         return spoken(self._runs[0].metric_name)
 
-    def best(self, number: int) -> Cell:
+    def best(self, run_index: int) -> Cell:
         """Return the best value of a run."""
-        return Cell.number(self._values.get(number), self._runs[number].metric_name)
+        return Cell.number(self._values.get(run_index), self._runs[run_index].metric_name)
 
-    def label(self, number: int) -> str:
+    def label(self, run_index: int) -> str:
         """Return the settings that the curves of a colour have in common."""
-        return self._name(self._key(number, [SEED]), [SEED]) or "all seeds"
+        return self._name(self._key(run_index, [SEED]), [SEED]) or "all seeds"
 
-    def _key(self, number: int, left_out: Sequence[str]) -> tuple[str, ...]:
+    def _key(self, run_index: int, left_out: Sequence[str]) -> tuple[str, ...]:
         """Return a run's values of all settings that differ but some."""
-        return tuple(each.values[number] for each in self.columns if each.name not in left_out)
+        return tuple(each.values[run_index] for each in self.columns if each.name not in left_out)
 
     def _name(self, key: Sequence[str], left_out: Sequence[str]) -> str:
         names = [each.name for each in self.columns if each.name not in left_out]
@@ -167,9 +170,9 @@ class Swept:
     def _groups(self, left_out: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
         """Return the runs that have a value, by the values of all settings but some."""
         groups: dict[tuple[str, ...], list[int]] = {}
-        for number in self.order:
-            if number in self._values:
-                groups.setdefault(self._key(number, left_out), []).append(number)
+        for run_index in self.order:
+            if run_index in self._values:
+                groups.setdefault(self._key(run_index, left_out), []).append(run_index)
         return groups
 
     def means(self) -> Section:
@@ -177,18 +180,18 @@ class Swept:
         names = [change.name for change in self.columns if change.name != SEED]
         if len(names) == len(self.columns) or not self.is_study:
             return Section("")
-        found = [
+        seed_groups = [
             ([self._values[n] for n in each], each[0]) for each in self._groups([SEED]).values()
         ]
-        found.sort(key=lambda pair: self._sign * fmean(pair[0]))
+        seed_groups.sort(key=lambda pair: self._sign * fmean(pair[0]))
         metric = self._runs[0].metric_name
         rows = []
-        for values, number in found:
-            head, *key = *self._key(number, [SEED]), str(len(values))
+        for values, first_run in seed_groups:
+            head, *key = *self._key(first_run, [SEED]), str(len(values))
             mean = Cell.number(fmean(values), metric)
             spread = Cell.number(stdev(values), metric) if values[1:] else ""
             ends = [Cell.number(pick(values), metric) for pick in (min, max)]
-            first = Cell(head, color=self.colors.get(number))
+            first = Cell(head, color=self.colors.get(first_run))
             rows.append([first, *key, mean, spread, *ends])
         columns = (*names, "seeds", f"mean {self.metric}", "standard deviation", "least", "largest")
         return Section("Means over seeds", columns=columns, rows=rows, is_sortable=len(rows) > 2)
@@ -199,16 +202,16 @@ class Swept:
 
     def _chart(self, change: Change) -> Chart:
         """Return the best values over a setting, and their means for each of the other settings."""
-        places = _places(change.values)
+        positions = _places(change.values)
         left_out = [SEED, change.name]
         lines: list[Line] = []
-        for key, numbers in [*self._groups(left_out).items()][:MOST_LINES]:
-            dots = [(places[change.values[n]], self._values[n]) for n in numbers]
+        for key, numbers in [*self._groups(left_out).items()][:MOST_CURVES]:
+            dots = [(positions[change.values[n]], self._values[n]) for n in numbers]
             means = {x: fmean(y for at, y in dots if at == x) for x, _ in dots}
             lines.append(Line(self._name(key, left_out) or "mean", means, len(lines), dots=dots))
-        names = {place: value for value, place in places.items()}
+        names = {position: value for value, position in positions.items()}
         low, high = min(names), max(names)
-        is_log = low > 0 and (high >= WIDE * low or change.name.endswith("lr"))
+        is_log = low > 0 and (high >= WIDE_RATIO * low or change.name.endswith("lr"))
         axis = Axis.over([*names], is_log, names if len(names) <= 8 else None)
         metric = self._runs[0].metric_name
         return Chart(
@@ -222,45 +225,50 @@ class Swept:
 
 
 def _places(values: Sequence[str]) -> dict[str, float]:
-    """Return the place of each value: itself if all are numbers, else 0, 1, 2 ..."""
+    """Return the position of each value: itself if all are numbers, else 0, 1, 2 ..."""
     try:
-        places = {value: float(value) for value in values}
+        positions = {value: float(value) for value in values}
     except ValueError:
-        places = {}
-    if places and all(map(math.isfinite, places.values())):
-        return places
-    return {value: float(place) for place, value in enumerate(dict.fromkeys(values))}
+        positions = {}
+    if positions and all(map(math.isfinite, positions.values())):
+        return positions
+    return {value: float(position) for position, value in enumerate(dict.fromkeys(values))}
 
 
 MOST_RUNS = 40  # that are drawn
-SHARED = ("steps", "strategy", "ranks", "end")  # columns, which one line replaces if all are equal
+# Columns, which one line replaces if all are equal
+OFTEN_EQUAL_COLUMNS = ("steps", "strategy", "ranks", "end")
 
 
-def make_page(found: Comparison) -> Page:
+def make_page(comparison: Comparison) -> Page:
     """Return the page of a comparison."""
-    names = short_names(found.runs)
-    swept = Swept(found.runs, found.settings)
-    title = f"{counted(len(names), 'run')} of {found.runs[0].task}"
-    page = Page(title, f"compared with {names[0]}", _states(names[1:], found.verdicts, swept))
-    page.add(list_results(found.runs, names, swept))
+    names = short_names(comparison.runs)
+    swept = Swept(comparison.runs, comparison.settings)
+    title = f"{counted(len(names), 'run')} of {comparison.runs[0].task}"
+    page = Page(title, f"compared with {names[0]}", _states(names[1:], comparison.verdicts, swept))
+    page.add(list_results(comparison.runs, names, swept))
     page.add(swept.means())
     page.add(Section("Best values by setting", charts=swept.charts(), size="medium"))
-    labels = names if found.labels == found.names else found.labels
+    labels = names if comparison.labels == comparison.names else comparison.labels
     if swept.is_study:
         labels = [swept.label(n) for n in range(len(names))]
-    _add_curves(page, found, swept, labels)
+    _add_curves(page, comparison, swept, labels)
     shown = [change.name for change in swept.columns]
     tables = {
-        "Settings that differ": [each for each in found.settings if each.name not in shown],
-        "Data, code and versions that differ": found.facts,
+        "Settings that differ": [each for each in comparison.settings if each.name not in shown],
+        "Data, code and versions that differ": comparison.facts,
     }
     for title, changes in tables.items():
         rows = [[change.name, *change.values] for change in changes]
         page.add(Section(title, columns=("name", *names), rows=rows))
     title = f"First differences from {names[0]}"
     if len(names) == 2:
-        page.add(Section(title, found.lines(0)))
-    rows = [[name, line] for number, name in enumerate(names[1:]) for line in found.lines(number)]
+        page.add(Section(title, comparison.lines(0)))
+    rows = [
+        [name, line]
+        for other_index, name in enumerate(names[1:])
+        for line in comparison.lines(other_index)
+    ]
     rows *= len(names) > 2
     page.add(Section(title, columns=("run", "difference"), rows=rows, is_folded=swept.is_study))
     return page
@@ -305,7 +313,7 @@ def list_results(runs: Sequence[RunFiles], names: Sequence[str], swept: Swept) -
     ]
     shared = []
     facts = [(f"{r.step:,}", r.strategy, r.ranks, r.end) for r in (runs[n] for n in numbers)]
-    for name, values in zip(SHARED, zip(*facts, strict=True), strict=True):
+    for name, values in zip(OFTEN_EQUAL_COLUMNS, zip(*facts, strict=True), strict=True):
         if len({*values}) > 1:
             columns[name] = [*values]
         elif values[0]:
@@ -315,10 +323,10 @@ def list_results(runs: Sequence[RunFiles], names: Sequence[str], swept: Swept) -
     return Section("", lines, columns=tuple(columns), rows=rows, is_sortable=len(rows) > 2)
 
 
-def _add_curves(page: Page, found: Comparison, swept: Swept, labels: Sequence[str]) -> None:
+def _add_curves(page: Page, comparison: Comparison, swept: Swept, labels: Sequence[str]) -> None:
     """Add charts with a line for each run: of the loss and what is evaluated, then small ones."""
     numbers = [n for n in swept.order if n in swept.colors][:MOST_RUNS]
-    runs = [found.runs[n] for n in numbers]
+    runs = [comparison.runs[n] for n in numbers]
     first = ["train/loss", runs[0].best_metric, f"{runs[0].settings['eval.splits'][0]}/loss"]
     names = [*dict.fromkeys(name for each in runs for name in each.curves if name != EPOCH)]
     names.sort(key=lambda n: (first.index(n) if n in first else len(first), n.startswith(SPEED)))
@@ -329,11 +337,13 @@ def _add_curves(page: Page, found: Comparison, swept: Swept, labels: Sequence[st
     for name in names[:MOST_CHARTS]:
         split, _, rest = name.partition("/")
         title = f"{spoken(rest)}, {split}" if rest in runs[0].evaluated else spoken(name)
-        own = {n: found.runs[n].curves[name] for n in numbers if name in found.runs[n].curves}
+        own = {
+            n: comparison.runs[n].curves[name] for n in numbers if name in comparison.runs[n].curves
+        }
         widths, note = overlay(own, limit)
         lines = [Line(labels[n], curve, swept.colors[n], widths[n]) for n, curve in own.items()]
         charts.append(Chart(title, lines, name, note, name in large, False, across=across))
-    left_out = [f"{counted(len(runs), 'run')} of {len(found.runs):,} are drawn."]
-    left_out *= len(runs) < len(found.runs)
+    left_out = [f"{counted(len(runs), 'run')} of {len(comparison.runs):,} are drawn."]
+    left_out *= len(runs) < len(comparison.runs)
     legend = {swept.colors[n]: labels[n] for n in numbers}
     page.add_charts(charts, len(names), Section("Curves", left_out, legend=[*legend.items()]))

@@ -43,12 +43,12 @@ from trainer.startup_checks.rank_agreement import (
     gather_unequal,
 )
 from trainer.startup_checks.row_independence import RowIndependenceCheck
-from trainer.startup_checks.step_checks import STEPS, StepChecks
+from trainer.startup_checks.step_checks import TRIED_STEPS, StepChecks
 from trainer.startup_checks.unsaved import UnsavedState
 
 MESH = "ranks of the mesh"
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are checked again
-DUE = {step + more for step in (*STEPS, *LATE) for more in (0, 1)}  # these, and after them
+DUE = {step + more for step in (*TRIED_STEPS, *LATE) for more in (0, 1)}  # these, and after them
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class StartupChecks(Inspection):
         if run is None or step == 0 or not self._checked:
             return
         self._rows = None
-        if step in STEPS:
+        if step in TRIED_STEPS:
             self._try_step(run, step)
         if step in LATE and not self.told:
             self.is_due = True
@@ -185,7 +185,7 @@ class StartupChecks(Inspection):
     def _most_cuts(self, run: CheckedRun) -> list[int]:
         """Return the cuts of the most rows that are tried."""
         unit = self._parts.config.norm_rows or 1
-        return [unit * number for number in max(run.cuts, key=max)]
+        return [unit * row for row in max(run.cuts, key=max)]
 
     def list_changed(self) -> list[str]:
         return self._unsaved.changed()
@@ -253,8 +253,8 @@ class StartupChecks(Inspection):
         if other := find_odd_rank([details[1] for _, details in every], CLOSE):
             return CheckResult(explain_rows(other[0], int(rows.indices[other[1]])))
         results = [each for each, _ in every]
-        if (found := find_first(results)) is not None:
-            return replace(found, rows=result.rows)
+        if (first_result := find_first(results)) is not None:
+            return replace(first_result, rows=result.rows)
         limit = max(each.limit for each in results)
         if other := find_odd_rank([each.digests for each in results], limit):
             return self._name_rank(name, loss, other[0], is_first, step)

@@ -39,7 +39,7 @@ from trainer.startup_checks.unsaved import (
 )
 
 FACTORS = (10, 100, 1000)  # passes ahead
-RESULTS = ("loss", "weights", "recorded", "gradient")
+RESULT_KINDS = ("loss", "weights", "recorded", "gradient")
 Numbers = dict[str, Any]  # by name: an int, a float, or the tensor of a buffer
 
 
@@ -95,8 +95,8 @@ class Counters:
             by = _still(by, second, third)
             for factor in FACTORS if by else ():
                 with self._ahead(third, by, factor):
-                    found = compare(passes.whole, passes.run(), passes.limit)
-                if found is not None and found.kind in RESULTS:
+                    mismatch = compare(passes.whole, passes.run(), passes.limit)
+                if mismatch is not None and mismatch.kind in RESULT_KINDS:
                     fewer = _list_steps(second, self._pass_from(second, by, passes.run_few))
                     return Found([*by], all(_is_same(fewer.get(name), by[name]) for name in by))
         except Exception:  # such as a counter that is the index of a table
@@ -130,23 +130,23 @@ class Counters:
     def _ahead(self, numbers: Numbers, by: Numbers, factor: int) -> Iterator[None]:
         """Let counters be `factor` steps further in the block than `numbers`."""
         wanted = {name: numbers[name] + factor * step for name, step in by.items()}
-        places = [(write, value, name) for name, value, write in self._places() if name in wanted]
-        kept = [BufferCopies(self._module).restore]
-        kept += [partial(write, value) for write, value, _ in places]
-        with sandbox(*kept):
+        writers = [(write, value, name) for name, value, write in self._places() if name in wanted]
+        restores = [BufferCopies(self._module).restore]
+        restores += [partial(write, value) for write, value, _ in writers]
+        with sandbox(*restores):
             with torch.no_grad():
                 for name, buffer in self._module.named_buffers():
                     if name in wanted:
                         buffer.copy_(wanted[name])
-            for write, _, name in places:
+            for write, _, name in writers:
                 write(wanted[name])
             yield
 
     def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
         """Yield the name of each number, its value, and a function that writes it."""
         modules = [*self._module.named_modules()]
-        for place, module in modules:
-            yield from _numbers_of(module, f"{place}.".lstrip("."), OF_A_MODULE)
+        for path, module in modules:
+            yield from _numbers_of(module, f"{path}.".lstrip("."), OF_A_MODULE)
         yield from _numbers_of(self._task, "self.", OF_A_TASK)
         kinds = {
             base for each in (self._task, *dict(modules).values()) for base in type(each).__mro__
@@ -167,8 +167,8 @@ class Counters:
                 yield f"os.environ[{key!r}]", int(text), partial(_write_variable, key)
 
 
-def _write_variable(key: str, number: int) -> None:
-    os.environ[key] = str(number)
+def _write_variable(key: str, count: int) -> None:
+    os.environ[key] = str(count)
 
 
 def _numbers_in(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
@@ -182,8 +182,8 @@ def _numbers_in(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
             yield f"{function.__qualname__}.{name}", value, partial(setattr, cell, "cell_contents")
 
 
-def _write_count(owner: Any, key: str, number: int) -> None:
-    setattr(owner, key, itertools.count(number))
+def _write_count(owner: Any, key: str, count: int) -> None:
+    setattr(owner, key, itertools.count(count))
 
 
 def _numbers_of(owner: Any, prefix: str, left_out: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -229,15 +229,15 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def explain_counters(found: Found, buffers: Container[str]) -> str:
+def explain_counters(counters: Found, buffers: Container[str]) -> str:
     """Return the reason for numbers that each pass advances, and on which later passes depend."""
-    if counted := [name for name in found.names if name in buffers]:
-        return explain_buffers(counted, can_rewind=found.is_of_passes)
-    why = f"depend on {', '.join(found.names[:3])}, which each pass changes and no buffer holds"
+    if counted := [name for name in counters.names if name in buffers]:
+        return explain_buffers(counted, can_rewind=counters.is_of_passes)
+    why = f"depend on {', '.join(counters.names[:3])}, which each pass changes and no buffer holds"
     return f"model or loss {why}; make it a buffer, or a function of self.step"
 
 
-DEPTH = 3  # of containers, and of attributes of attributes
+SNAPSHOT_DEPTH = 3  # of containers, and of attributes of attributes
 Snapshot = dict[str, Any]  # by the name of what holds the value
 
 
@@ -246,7 +246,9 @@ def take_snapshot(model: nn.Module, task: Any, has_private: bool = False) -> Sna
 
     Attributes of a model that begin with _ are left out, unless it `has_private`.
     """
-    return {name: copy_plain(value, DEPTH) for name, value in _named(model, task, has_private)}
+    return {
+        name: copy_plain(value, SNAPSHOT_DEPTH) for name, value in _named(model, task, has_private)
+    }
 
 
 def _named(model: nn.Module, task: Any, has_private: bool) -> Iterator[tuple[str, Any]]:

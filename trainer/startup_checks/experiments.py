@@ -56,7 +56,7 @@ OF_DATA = {
     CLOCK: "{} reads the clock",
 }
 _CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "thread_time"}
-_CALLS = {
+_KINDS_BY_CALL = {
     "urandom": UNSEEDED,
     "Generator.seed": UNSEEDED,  # torch's
     "start_new_thread": THREADS,
@@ -101,8 +101,8 @@ class ChanceCalls:
     def describe_chance(self, module: nn.Module | None, texts: Mapping[str, str]) -> str:
         """Return what a module of the model, or other code, does by chance, and where."""
         for kind, text in texts.items():
-            if place := self.find_place(kind, module):
-                return text.format(place)
+            if location := self.find_place(kind, module):
+                return text.format(location)
         return ""
 
     def find_unseeded(self) -> str:
@@ -112,24 +112,24 @@ class ChanceCalls:
     def find_place(self, kind: str, module: nn.Module | None) -> str:
         """Return where a module, or the loss, is the source of `kind`, else an empty string."""
         inside = {id(each) for each in module.modules()} if module is not None else {id(None)}
-        found = (s for s in self._found if s.kind == kind and id(s.module) in inside)
-        return next((source.place for source in found), "")
+        sources = (s for s in self._found if s.kind == kind and id(s.module) in inside)
+        return next((source.place for source in sources), "")
 
     def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
             if kind := _kind_of(arg, frame):
                 self._add(kind, frame)
         elif self._global_rngs is not None and event in ("call", "return"):
-            now = global_rngs()
-            if now != self._global_rngs:
-                self._global_rngs = now
+            rng_states = global_rngs()
+            if rng_states != self._global_rngs:
+                self._global_rngs = rng_states
                 ran = frame.f_back if event == "call" else frame
                 if ran is not None:
                     self._add(GLOBAL_RNGS, ran)
 
     def _add(self, kind: str, frame: FrameType) -> None:
         """Note a source, with the function that calls for it outside of Python's own library."""
-        place = ""
+        location = ""
         module = None
         is_in_pass = False
         for each in _outwards(frame):
@@ -137,13 +137,13 @@ class ChanceCalls:
             if file in _BEGINS:
                 is_in_pass = True
                 break
-            if not place and not _is_between(file):
-                place = f"{each.f_code.co_name} ({Path(file).name}:{each.f_lineno})"
+            if not location and not _is_between(file):
+                location = f"{each.f_code.co_name} ({Path(file).name}:{each.f_lineno})"
             owner = each.f_locals.get("self")
             if module is None and id(owner) in self._modules:
                 module = owner
-        if is_in_pass and place:
-            self._found.append(ChanceCall(kind, place, module))
+        if is_in_pass and location:
+            self._found.append(ChanceCall(kind, location, module))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -161,8 +161,8 @@ def _is_between(file: str) -> bool:
 def _kind_of(function: Any, frame: FrameType) -> str:
     """Return the kind of source that a function written in C is, or an empty string."""
     name = getattr(function, "__qualname__", "")
-    if name in _CALLS:
-        return _CALLS[name]
+    if name in _KINDS_BY_CALL:
+        return _KINDS_BY_CALL[name]
     module = getattr(function, "__module__", None)
     if module == "time" and name.removesuffix("_ns") in _CLOCKS:
         return CLOCK
@@ -182,15 +182,15 @@ def name_difference(passes: SlicedPasses, cuts: Sequence[int], limit: float) -> 
     subject = passes.subject
     rows = (0, cuts[-1])
     first = passes.run(rows, is_traced=True)
-    changed, kept, second = _keep_state(passes, rows, rows)
+    changed, initial, second = _keep_state(passes, rows, rows)
     again = passes.run(rows, is_traced=True)
     if compare(first, again, limit) is not None:  # although a pass leaves no state
         return _explain_chance(passes, first, again, changed, limit), ""
-    if compare(kept, second, limit) is not None:
-        is_state = changed or find_written(kept, second, limit)
+    if compare(initial, second, limit) is not None:
+        is_state = changed or find_written(initial, second, limit)
         if not is_state:  # chance that the first two passes did not show
-            return _explain_chance(passes, kept, second, changed, limit), ""
-        return _explain_state(_place(kept, second, limit), kept, second, changed, limit), ""
+            return _explain_chance(passes, initial, second, changed, limit), ""
+        return _explain_state(_place(initial, second, limit), initial, second, changed, limit), ""
     if not subject.rewinds:
         rewound = compare(first, passes.run(cuts, rewinds=True), limit)
         names = list_changed(subject.module, first)
@@ -199,11 +199,11 @@ def name_difference(passes: SlicedPasses, cuts: Sequence[int], limit: float) -> 
         if rewound is not None and rewound.kind == "buffer":
             return explain_buffers(names, can_rewind=False), ""
     parts = passes.run(cuts, is_traced=True)
-    found = compare(first, parts, limit)
-    if found is None and changed:
+    mismatch = compare(first, parts, limit)
+    if mismatch is None and changed:
         why = f"depend on {', '.join(changed[:3])}, which a first pass sets and no buffer holds"
         return f"model or loss {why}; make it a buffer, or a function of self.step", ""
-    if found is None:
+    if mismatch is None:
         why = "model or loss give other results from time to time"
         return f"{why}; look for rare draws, threads and files", ""
     circumstances = Circumstances(
@@ -216,7 +216,7 @@ def name_difference(passes: SlicedPasses, cuts: Sequence[int], limit: float) -> 
         if compare(whole, again, limit) is None:
             why = f"depends on {', '.join(changed[:3])}, which its first micro-batch sets"
             return f"{_place(first, parts, limit)} {why}; set it in build_model or prepare", ""
-    return explain(found, first, parts, limit, circumstances), ""
+    return explain(mismatch, first, parts, limit, circumstances), ""
 
 
 def _explain_chance(
@@ -231,8 +231,8 @@ def _explain_chance(
         passes.run(rows)
     if source := calls.describe_chance(module, OF_A_MODEL):
         return f"{where} {source}"
-    if place := calls.find_unseeded():  # another module draws what this one uses
-        return f"{where} depends on unseeded random numbers, drawn in {place}; use torch.rand"
+    if location := calls.find_unseeded():  # another module draws what this one uses
+        return f"{where} depends on unseeded random numbers, drawn in {location}; use torch.rand"
     return _explain_state(where, first, again, changed, limit)
 
 
@@ -257,10 +257,10 @@ def _keep_state(
     subject = passes.subject
     with sandbox(keep_attributes(subject.module, subject.hooks)):
         snapshot = AttributeSnapshot(state_of(subject.module, subject.hooks))
-        kept = passes.run(rows, is_traced=True, keeps_state=True)
+        initial = passes.run(rows, is_traced=True, keeps_state=True)
         changed = snapshot.changed(state_of(subject.module, subject.hooks))
         second = passes.run(cuts, is_traced=True, keeps_state=True)
-    return list(dict.fromkeys(changed)), kept, second
+    return list(dict.fromkeys(changed)), initial, second
 
 
 def state_of(model: nn.Module, task: Any) -> list[tuple[str, Any]]:
@@ -269,8 +269,8 @@ def state_of(model: nn.Module, task: Any) -> list[tuple[str, Any]]:
 
 
 def _place(one: PassResult, other: PassResult, limit: float) -> str:
-    found = _find_call(one, other, limit)
-    return "the loss" if found is None else describe(*found)
+    keyed_call = _find_call(one, other, limit)
+    return "the loss" if keyed_call is None else describe(*keyed_call)
 
 
 def _find_call(
@@ -285,12 +285,12 @@ def _find_global_draws(
     passes: SlicedPasses, first: PassResult, parts: PassResult, limit: float
 ) -> str:
     """Return the place that draws from numpy's or Python's generator, if the found module does."""
-    found = find_module(first.traces[0], parts.traces, limit)
-    if found is not None and not found[1].has_global_draws:
+    keyed_call = find_module(first.traces[0], parts.traces, limit)
+    if keyed_call is not None and not keyed_call[1].has_global_draws:
         return ""
     with ChanceCalls(passes.subject.module, watches_global_rngs=True) as calls:
         passes.run((0, first.traces[0].rows))
-    return calls.find_place(GLOBAL_RNGS, None if found is None else found[1].module)
+    return calls.find_place(GLOBAL_RNGS, None if keyed_call is None else keyed_call[1].module)
 
 
 def _find_late(
@@ -299,13 +299,13 @@ def _find_late(
     """Return a draw of the found module, or of the loss, that no dry run saw: it begins late."""
     if passes.subject.draws.traces.used.get(passes.subject.name):
         return ""
-    found = find_module(first.traces[0], parts.traces, limit)
+    keyed_call = find_module(first.traces[0], parts.traces, limit)
     traces = [*passes.run((0, cuts[-1]), True, drawing="noted").traces]
     traces += passes.run(cuts, True, drawing="noted").traces
-    if found is None:
+    if keyed_call is None:
         drawn = [name for trace in traces for name, _ in trace.drawn]
     else:
-        calls = [trace.calls[found[0]] for trace in traces if found[0] in trace.calls]
+        calls = [trace.calls[keyed_call[0]] for trace in traces if keyed_call[0] in trace.calls]
         drawn = [name for call in calls for name, _ in call.drawn]
     return drawn[0] if drawn else ""
 
@@ -320,7 +320,7 @@ def _is_of_order(
     return compare(whole, parts, limit) is None
 
 
-ADVICE = "draw from augment's Random argument"
+ADVICE_ON_DRAWS = "draw from augment's Random argument"
 
 
 def held_by(dataset: Any) -> dict[str, Any]:
@@ -342,13 +342,13 @@ def explain_reading(reader: RowReader, indices: torch.Tensor, dataset: Any, task
     changed = list(dict.fromkeys(snapshot.changed(named())))
     with ChanceCalls(None) as calls:
         again = digest_rows(reader.prepare(indices))
-    found = find_odd_rank([first, again], CLOSE)
-    if found is None:
+    difference = find_odd_rank([first, again], CLOSE)
+    if difference is None:
         return ""
-    what = f"example {int(indices[found[1]])} differs each time it is read"
+    what = f"example {int(indices[difference[1]])} differs each time it is read"
     if chance := calls.describe_chance(None, OF_DATA):
-        return f"{what}: {chance}; {ADVICE}"
+        return f"{what}: {chance}; {ADVICE_ON_DRAWS}"
     if changed:
         why = f"it depends on {', '.join(changed[:3])}, which reading changes"
-        return f"{what}: {why}; {ADVICE}, and change copies only"
+        return f"{what}: {why}; {ADVICE_ON_DRAWS}, and change copies only"
     return ""

@@ -19,13 +19,13 @@ from trainer.startup_checks.passes import PassResult
 from trainer.startup_checks.trace import Call, CallTrace, Key, describe, find_module
 
 LEAST_OF_ALL = 1e-12  # of all gradients: those that are zero but for rounding are that small
-NAMES = {
+DTYPE_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-_SUMS = (torch.ops.aten.sum, torch.ops.aten.mean)
+_SUM_OPERATIONS = (torch.ops.aten.sum, torch.ops.aten.mean)
 
 
 class NarrowestDtype(DispatchMode):
@@ -43,7 +43,7 @@ class NarrowestDtype(DispatchMode):
 
     @property
     def name(self) -> str:
-        return NAMES[self.found]
+        return DTYPE_NAMES[self.found]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -51,9 +51,9 @@ class NarrowestDtype(DispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 self.limit = max(self.limit, BY_HAND.of(leaf.dtype))
         packet = func._overloadpacket
-        if packet in flop_registry or packet in _SUMS:
+        if packet in flop_registry or packet in _SUM_OPERATIONS:
             for leaf in tree_leaves((args, out)):
-                if isinstance(leaf, torch.Tensor) and leaf.dtype in NAMES:
+                if isinstance(leaf, torch.Tensor) and leaf.dtype in DTYPE_NAMES:
                     is_narrower = leaf.dtype.itemsize < self.found.itemsize
                     if is_narrower and (packet in flop_registry or leaf.dtype.itemsize == 2):
                         self.found = leaf.dtype
@@ -61,13 +61,15 @@ class NarrowestDtype(DispatchMode):
 
 
 BATCHES = "num_batches_tracked"
-ALONE = "compute each row from itself, or take strategy=exact, which fixes the micro-batches"
+ADVICE_ON_MIXED_ROWS = (
+    "compute each row from itself, or take strategy=exact, which fixes the micro-batches"
+)
 MIXES = (
     " mixes the rows of a micro-batch: its output for an example depends on the other examples;"
-    f" {ALONE}"
+    f" {ADVICE_ON_MIXED_ROWS}"
 )
 
-MIXED = (
+MIXED_IN_PREPARATION = (
     "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
     " or augment; prepare each row from itself, and draw with the `random` that augment gets"
 )
@@ -87,8 +89,8 @@ class Mismatch:
 
 def compare(whole: PassResult, parts: PassResult, limit: float) -> Mismatch | None:
     """Return the first difference of the sums, gradients, buffers and written parameters."""
-    for number, size, kind in ((0, 1, "loss"), (2, 2, "weights")):
-        if not _is_near(whole.sums, parts.sums, number, size, limit):
+    for index, size, kind in ((0, 1, "loss"), (2, 2, "weights")):
+        if not _is_near(whole.sums, parts.sums, index, size, limit):
             return Mismatch(kind)
     if name := _find_gradient(whole, parts, limit):
         return Mismatch("gradient", name)
@@ -133,10 +135,10 @@ def are_sums_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool
     return _is_near(one, other, 0, 1, limit) and _is_near(one, other, 2, 2, limit)
 
 
-def _is_near(one: torch.Tensor, other: torch.Tensor, number: int, size: int, limit: float) -> bool:
+def _is_near(one: torch.Tensor, other: torch.Tensor, index: int, size: int, limit: float) -> bool:
     """Compare a sum with that of another pass, relative to the sum of the sizes of its values."""
     least = max(float(one[size].abs()), SMALL)
-    return relative(float(one[number]), float(other[number]), least) <= limit
+    return relative(float(one[index]), float(other[index]), least) <= limit
 
 
 def _find_gradient(whole: PassResult, parts: PassResult, limit: float) -> str:
@@ -149,8 +151,8 @@ def _find_gradient(whole: PassResult, parts: PassResult, limit: float) -> str:
         {name: zero if g is None else g for name, g in each.gradients.items()}
         for each in (whole, parts)
     )
-    found = norms_apart(ones, others, max(limit, LEAST_OF_ALL / limit))
-    return next((n for n in reversed(found) if found[n] > limit), "")  # next to the cause
+    distances = norms_apart(ones, others, max(limit, LEAST_OF_ALL / limit))
+    return next((n for n in reversed(distances) if distances[n] > limit), "")  # next to the cause
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,11 @@ def explain(
     if name := find_written(whole, parts, limit):
         return explain_written(name)
     if whole.traces and parts.traces:
-        found = find_module(whole.traces[0], parts.traces, limit)
-        if found is not None:
-            why = _explain_call(*found, whole.traces[0], parts.traces, circumstances)
-            if why or found[1].module is not None:
-                return f"{describe(*found)}{why or MIXES}"
+        keyed_call = find_module(whole.traces[0], parts.traces, limit)
+        if keyed_call is not None:
+            why = _explain_call(*keyed_call, whole.traces[0], parts.traces, circumstances)
+            if why or keyed_call[1].module is not None:
+                return f"{describe(*keyed_call)}{why or MIXES}"
     if difference.kind == "recorded":
         what = f"what self.record({difference.name!r}) gets depends on the micro-batch"
         why = "on its other rows, or on draws without a key by example"
@@ -193,7 +195,7 @@ def explain(
     if difference.kind == "gradient":
         why = "a hook on it, or a backward pass behind it, depends on the other rows"
         what = f"the gradient of {difference.name} is not the sum over the rows"
-        return f"{what}: {why}; {ALONE}"
+        return f"{what}: {why}; {ADVICE_ON_MIXED_ROWS}"
     what = "its weights" if difference.kind == "weights" else "its value"
     why = f"{what} for an example depends on the other examples"
     advice = "return a value per example from its own row, or use gather_rows"
@@ -302,9 +304,9 @@ def _find_odd_draw(
     call: Call, whole: CallTrace, others: Sequence[Call], parts: Sequence[CallTrace]
 ) -> str:
     """Return a draw whose sizes neither grow with the rows nor stay, empty if there is none."""
-    for number, (name, sizes) in enumerate(call.drawn):
+    for draw_number, (name, sizes) in enumerate(call.drawn):
         for other, part in zip(others, parts, strict=True):
-            own = other.drawn[number][1] if number < len(other.drawn) else ()
+            own = other.drawn[draw_number][1] if draw_number < len(other.drawn) else ()
             grows = [s * part.rows == o * whole.rows for s, o in zip(sizes, own, strict=False)]
             if own != sizes and not any(grows):
                 return f"{name} of shape {sizes}"

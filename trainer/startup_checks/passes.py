@@ -29,7 +29,7 @@ from trainer.core.state import keep_attributes, keep_generators, keep_tensors, s
 from trainer.core.strategy.modules.dry_run import perturb
 from trainer.core.strategy.tensor_shards import replace_tensors
 from trainer.startup_checks.rank_agreement import CallDigest, TrialRows, digest
-from trainer.startup_checks.trace import LOSS, CallTrace, Gathering, describe
+from trainer.startup_checks.trace import LOSS_NAME, CallTrace, Gathering, describe
 
 Tensors = dict[str, torch.Tensor]
 # As in training; all rows with the key of the first one; or noted though no dry run saw a draw.
@@ -63,16 +63,16 @@ class PassResult:
 
         The gradients that are next to the loss come first.
         """
-        found = [
+        digests = [
             (describe(key, call), digest(call.inputs.values()), digest(call.outputs.values()))
             for trace in self.traces
             for key, call in trace.calls.items()
         ]
-        found.append((LOSS, [], digest([self.sums])))
+        digests.append((LOSS_NAME, [], digest([self.sums])))
         for name, gradient in reversed(self.gradients.items()):
             tensors = [] if gradient is None else [gradient]
-            found.append((f"the gradient of {name}", [], digest(tensors)))
-        return found
+            digests.append((f"the gradient of {name}", [], digest(tensors)))
+        return digests
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ class SlicedPasses:
         rewinds = subject.rewinds if rewinds is None else rewinds
         bounds = list(pairwise(cuts))
         weights = [(last - first) / cuts[-1] for first, last in bounds] if rewinds else None
-        kept = [] if keeps_state else [keep_attributes(subject.module, subject.hooks)]
-        kept.append(keep_generators(subject.parts.strategy.world.devices))
+        restores = [] if keeps_state else [keep_attributes(subject.module, subject.hooks)]
+        restores.append(keep_generators(subject.parts.strategy.world.devices))
         with (
-            sandbox(*kept),
+            sandbox(*restores),
             self._borrowed() as leaves,
             nullcontext() if self.wide is None else _without_tf32(),
             subject.gathering.over(len(bounds)),
@@ -151,33 +151,33 @@ class SlicedPasses:
             if len(bounds) > 1 and subject.gathering.is_used:
                 return self._run_together(bounds, leaves, before, weights)
             passed: list[PassResult] = []
-            for number, (first, last) in enumerate(bounds):
-                if number and rewinds:
+            for batch_number, (first, last) in enumerate(bounds):
+                if batch_number and rewinds:
                     restore_buffers(subject.module, before)
-                passed.append(self._run(first, last, number, leaves, is_traced))
+                passed.append(self._run(first, last, batch_number, leaves, is_traced))
             return replace(joined(passed, weights), gradients=self._gradients(leaves))
 
     @contextmanager
-    def _draws(self, first: int, last: int, number: int) -> Iterator[None]:
+    def _draws(self, first: int, last: int, batch_number: int) -> Iterator[None]:
         """Draw for these rows, in backward too, where a model may compute again."""
         subject = self.subject
         indices = subject.rows.indices[first:last]
         if self._drawing == "alike":
             indices = subject.rows.indices[:1].repeat(len(indices))
         with subject.draws.update(subject.name, self._drawing == "noted"):
-            subject.draws.begin(0, number, indices)
-            subject.gathering.begin(number)
+            subject.draws.begin(0, batch_number, indices)
+            subject.gathering.begin(batch_number)
             yield
 
     def _run(
-        self, first: int, last: int, number: int, leaves: Tensors, is_traced: bool
+        self, first: int, last: int, batch_number: int, leaves: Tensors, is_traced: bool
     ) -> PassResult:
         subject = self.subject
         trace = CallTrace(subject.module, subject.draws, last - first)
         every: Tensors = dict(subject.module.named_parameters())  # the frozen ones too
         totals = _totals(every)
         inputs, targets = self._cast(subject.rows.take(first, last))
-        with self._draws(first, last, number):
+        with self._draws(first, last, batch_number):
             of_torch = torch.default_generator.get_state()
             recording = subject.opened.collecting()
             traced = trace if is_traced else nullcontext()
@@ -190,8 +190,8 @@ class SlicedPasses:
             self._differentiate(total, leaves)
         written = {n: p.detach().clone() for n, p in every.items() if after.get(n) != totals.get(n)}
         gradients: dict[str, torch.Tensor | None] = {}  # the leaves keep them
-        found = (sums, gradients, _buffers(subject.module), written, total.dtype)
-        return PassResult(*found, recorded, has_drawn, [trace])
+        fields = (sums, gradients, _buffers(subject.module), written, total.dtype)
+        return PassResult(*fields, recorded, has_drawn, [trace])
 
     def _run_together(
         self,
@@ -202,34 +202,34 @@ class SlicedPasses:
     ) -> PassResult:
         """Run micro-batches whose loss gathers the rows of all of them, as `gather_rows` does."""
         subject = self.subject
-        made: list[tuple[Any, Any, int]] = []
+        forwards: list[tuple[Any, Any, int]] = []
         buffers: list[Tensors] = []
-        for number, (first, last) in enumerate(bounds):
-            if number and weights is not None:
+        for batch_number, (first, last) in enumerate(bounds):
+            if batch_number and weights is not None:
                 restore_buffers(subject.module, before)
             inputs, targets = self._cast(subject.rows.take(first, last))
-            with self._draws(first, last, number), self._autocast():
+            with self._draws(first, last, batch_number), self._autocast():
                 outputs = call(subject.module, inputs)
-                made.append((outputs, targets, subject.draws.position()))
+                forwards.append((outputs, targets, subject.draws.position()))
                 buffers.append(_buffers(subject.module))
                 subject.loss(outputs, targets)
         subject.gathering.join()
-        found = []
+        loss_sums = []
         every: list[Tensors] = []
-        for number, (first, last) in enumerate(bounds):
-            outputs, targets, position = made[number]
+        for batch_number, (first, last) in enumerate(bounds):
+            outputs, targets, position = forwards[batch_number]
             recording = subject.opened.collecting()
-            with self._draws(first, last, number), self._autocast(), recording as recorded:
+            with self._draws(first, last, batch_number), self._autocast(), recording as recorded:
                 subject.draws.advance(position)
                 with subject.gathering.alone():
                     returned = subject.loss(outputs, targets)
-                found.append(_sum(returned, targets, outputs, subject.name))
+                loss_sums.append(_sum(returned, targets, outputs, subject.name))
                 every.append(recorded)
-        total = torch.stack([each for each, _ in found]).sum()
+        total = torch.stack([each for each, _ in loss_sums]).sum()
         self._differentiate(total, leaves)
         parts = [
             PassResult(sums, {}, own, {}, total.dtype, recorded)
-            for (_, sums), own, recorded in zip(found, buffers, every, strict=True)
+            for (_, sums), own, recorded in zip(loss_sums, buffers, every, strict=True)
         ]
         return replace(joined(parts, weights), gradients=self._gradients(leaves))
 
@@ -357,8 +357,8 @@ def joined(passed: Sequence[PassResult], weights: Sequence[float] | None) -> Pas
         buffers = {name: _mean(name, passed, weights) for name in first.buffers}
     traces = [trace for each in passed for trace in each.traces]
     sums = torch.stack([each.sums for each in passed]).sum(0)
-    found = (sums, gradients, buffers, written, first.dtype)
-    return PassResult(*found, recorded, first.has_drawn, traces)
+    fields = (sums, gradients, buffers, written, first.dtype)
+    return PassResult(*fields, recorded, first.has_drawn, traces)
 
 
 def _mean(name: str, passed: Sequence[PassResult], weights: Sequence[float]) -> torch.Tensor:
@@ -375,12 +375,12 @@ def _totals(parameters: Tensors) -> dict[str, str]:
 
     As texts: NaN is equal to itself.
     """
-    found = {}
+    totals = {}
     with torch.no_grad():
         for name, parameter in parameters.items():
             with suppress(RuntimeError, TypeError):  # frozen weights may be float8
-                found[name] = repr(float(parameter.sum()))
-    return found
+                totals[name] = repr(float(parameter.sum()))
+    return totals
 
 
 def _buffers(module: nn.Module) -> Tensors:

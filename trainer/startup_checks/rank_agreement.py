@@ -95,10 +95,10 @@ def explain_kept(rank: int, names: Sequence[str]) -> str:
     return f"{has}, {why}; {advice}"
 
 
-def explain_results(rank: int, place: str) -> str:
+def explain_results(rank: int, name: str) -> str:
     why = "the same rows have another loss or gradient there: it depends on the rank"
     advice = "leave self.world, unseeded numbers and the order of sets out of it"
-    return f"{place} differs on rank {rank}: {why}; {advice}"
+    return f"{name} differs on rank {rank}: {why}; {advice}"
 
 
 def explain_weights(rank: int, steps: int) -> str:
@@ -122,10 +122,12 @@ def find_place(one: Sequence[CallDigest], other: Sequence[CallDigest]) -> str:
 
     It may be the loss, or a gradient. Empty if all is the same.
     """
-    for (name, got, made), (name_there, got_there, made_there) in zip(one, other, strict=False):
+    for (name, inputs, outputs), (name_there, inputs_there, outputs_there) in zip(
+        one, other, strict=False
+    ):
         if name != name_there:
             break
-        if _is_near(got, got_there) and not _is_near(made, made_there):
+        if _is_near(inputs, inputs_there) and not _is_near(outputs, outputs_there):
             return name
     return ""
 
@@ -142,7 +144,7 @@ Cuts = tuple[int, ...]  # row numbers, of which neighbours bound a micro-batch
 LEAST = 8  # rows, times run.norm_rows
 MOST = 256  # of a data set on the device
 MOST_READ = 32  # of one whose examples are read one by one
-FEW = ((0, 2, 4), (0, 1, 2))
+CUTS_OF_FEW_ROWS = ((0, 2, 4), (0, 1, 2))
 FP64_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
 CHEAP_FLOPS = 2e9  # a part of a second in fp64 on a core: as many rows as cost that are tried
 CHEAP_BYTES = 2**26  # of inputs and targets
@@ -176,7 +178,7 @@ def list_cuts(count: int, flops: float) -> list[Cuts]:
         return [(0, 1, 3), (0, 2, 4)] if 6 * flops <= FP64_FLOPS else [(0, 1, 2), (0, 2, 4)]
     large = 3 * count // 8
     small = (2 * large + 2,) if count >= 2 * LEAST else ()
-    return [(0, large, 2 * large, *small, count), *FEW[:1]]
+    return [(0, large, 2 * large, *small, count), *CUTS_OF_FEW_ROWS[:1]]
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class RowReader:
 
     def read(self, first: int, cuts: Sequence[Cuts]) -> TrialRows:
         """Read the rows of the largest of these cuts, from the `first` one of the run."""
-        scaled: list[Cuts] = [tuple(self._unit * number for number in each) for each in cuts]
+        scaled: list[Cuts] = [tuple(self._unit * row for row in each) for each in cuts]
         most = max(scaled, key=max)
         indices = self._batches.first_examples(first, most[-1])
         whole = self.prepare(indices)
@@ -235,8 +237,8 @@ class RowReader:
         parts = [self.prepare(indices[slice(*each)]) for each in bounds]
         is_mixed = not is_prepared_alike(whole, parts)
         every = self._repeat(partial(self.prepare, indices, is_seeded=True))
-        found = (find_changed(whole, again, indices) for again in every)
-        changed = next((index for index in found if index is not None), None)
+        changed_examples = (find_changed(whole, again, indices) for again in every)
+        changed = next((index for index in changed_examples if index is not None), None)
         has_rows = _has_rows(whole, len(indices))
         prepared: dict[tuple[int, int], MicroBatch] = {}
         if is_mixed or has_other_sizes(whole, parts) or not has_rows:

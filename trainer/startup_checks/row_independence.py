@@ -26,7 +26,7 @@ from trainer.core.strategy.structure import PROVED_BYTES
 from trainer.startup_checks.counters import CounterPasses, Counters, Found, explain_counters
 from trainer.startup_checks.experiments import name_difference, state_of
 from trainer.startup_checks.mismatch import (
-    MIXED,
+    MIXED_IN_PREPARATION,
     PADDED,
     NarrowestDtype,
     compare,
@@ -121,8 +121,8 @@ class RowIndependenceCheck:
         with self._opened(name, loss, rows, running) as subject:
             versions = {n: p._version for n, p in subject.module.named_parameters()}
             result = self._try(subject, trials, is_fixed)
-            now = subject.module.named_parameters()
-            written = next((n for n, p in now if p._version != versions.get(n)), "")
+            parameters = subject.module.named_parameters()
+            written = next((n for n, p in parameters if p._version != versions.get(n)), "")
             if is_large(structure) and written and not result.line:  # which is not put back
                 return CheckResult(explain_written(written))
             return result
@@ -176,8 +176,8 @@ class RowIndependenceCheck:
             return CheckResult(unproved=line)
         _prepare_modes(subject)
         has_halves = self._parts.ranks.group.world.world_size > 1 and self._is_costly()
-        if has_halves and (found := self._try_halves(subject, trials[0], is_fixed)) is not None:
-            return found
+        if has_halves and (agreement := self._try_halves(subject, trials[0], is_fixed)) is not None:
+            return agreement
         why = ""
         too_many = None
         for wide, cuts, depth in trials:
@@ -216,8 +216,8 @@ class RowIndependenceCheck:
         with suppress(Exception), Alone(), sandbox(keep_attributes(module, hooks)):
             is_whole = is_fixed or group.world.rank % 2 == 0
             passed, changed, counters = _run_first(passes, (0, cuts[-1]) if is_whole else cuts)
-            kept: list[Any] = [passed.written, changed, list_changed(module, passed)]
-            if not any(kept) and not counters.have_advanced() and not find_late_hook(module):
+            changes: list[Any] = [passed.written, changed, list_changed(module, passed)]
+            if not any(changes) and not counters.have_advanced() and not find_late_hook(module):
                 own = flatten(passed)
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)
@@ -227,8 +227,8 @@ class RowIndependenceCheck:
         most = group.max(*torch.cat([numbers, -numbers]).tolist())
         high, low = torch.tensor(most, dtype=numbers.dtype).split(count)
         limit = self._limit_of(passes, result_of(numbers).dtype)
-        found = compare(result_of(high), result_of(-low), limit)
-        return CheckResult(rows=cuts[-1], limit=limit) if found is None else None
+        mismatch = compare(result_of(high), result_of(-low), limit)
+        return CheckResult(rows=cuts[-1], limit=limit) if mismatch is None else None
 
     def _is_narrow(self, passes: SlicedPasses) -> bool:
         return self._parts.precision.is_narrow and passes.wide is None
@@ -245,27 +245,27 @@ class RowIndependenceCheck:
         if whole.written and self._parts.strategy.mesh.shard != 1:
             return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
         limit = self._limit_of(passes, whole.dtype)
-        found = compare(whole, parts, limit)
-        if found is None and pair.changes:  # such as a cache that the first micro-batch fills
+        mismatch = compare(whole, parts, limit)
+        if mismatch is None and pair.changes:  # such as a cache that the first micro-batch fills
             parts = passes.run(cuts)
-            found = compare(whole, parts, limit)
-        if found is not None and not self._is_narrow(passes):
+            mismatch = compare(whole, parts, limit)
+        if mismatch is not None and not self._is_narrow(passes):
             types = NarrowestDtype()
             passes.run((0, cuts[-1]), types=types)
             limit = max(limit, types.limit)
-            found = compare(whole, parts, limit)
-        if found is not None and whole.has_drawn and not subject.draws.is_by_example:
+            mismatch = compare(whole, parts, limit)
+        if mismatch is not None and whole.has_drawn and not subject.draws.is_by_example:
             return CheckResult(unproved="left out: draws are by micro-batch with run.dropout=torch")
-        if found is not None and subject.rows.prepared:
+        if mismatch is not None and subject.rows.prepared:
             together = replace(subject, rows=replace(subject.rows, prepared={}))
             sliced = SlicedPasses(together, passes.wide, passes.depth)
             if subject.rows.has_rows and compare(whole, sliced.run(cuts), limit) is None:
-                return CheckResult(MIXED if subject.rows.is_mixed else PADDED)
-        if found is not None:
+                return CheckResult(MIXED_IN_PREPARATION if subject.rows.is_mixed else PADDED)
+        if mismatch is not None:
             try:
                 return CheckResult(*name_difference(passes, cuts, limit))
             except Exception:  # a model may not take the hooks of a trace
-                return CheckResult(explain(found, whole, parts, limit))
+                return CheckResult(explain(mismatch, whole, parts, limit))
         if pair.counted.names:
             line = explain_counters(pair.counted, dict(subject.module.named_buffers()))
             return CheckResult(line, "micro-batches" * (pair.counted.is_of_passes and not is_fixed))

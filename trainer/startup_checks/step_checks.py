@@ -41,7 +41,7 @@ from trainer.startup_checks.whole_step import (
     needs_all_ranks,
 )
 
-STEPS = (1, 10)  # 0-based, before which train_step is tried: it has kept something by then
+TRIED_STEPS = (1, 10)  # 0-based, before which train_step is tried: it has kept something by then
 
 
 Micro = tuple[torch.Tensor, ...]  # the examples of each micro-batch
@@ -74,7 +74,7 @@ class StepChecks:
         self, step: int, cuts: Sequence[int], trial: AbstractContextManager[Trial]
     ) -> CheckResult:
         """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""
-        found = CheckResult()
+        own_result = CheckResult()
         tried: StepTrial | None = None
         strategy = self._parts.strategy
         precision = self._parts.precision
@@ -84,12 +84,12 @@ class StepChecks:
         with trial as opened, whole as module, strategy.standing_in(module):
             for autocast in casts:
                 try:
-                    tried, found = self._try(opened, module, step, cuts, autocast)
+                    tried, own_result = self._try(opened, module, step, cuts, autocast)
                     break
                 except Exception as error:
                     why = one_line(error) or type(error).__name__
-                    found = CheckResult(unproved=f"left out: {why}")
-        return self._agreed(found, tried)
+                    own_result = CheckResult(unproved=f"left out: {why}")
+        return self._agreed(own_result, tried)
 
     def find_lost(
         self,
@@ -113,13 +113,13 @@ class StepChecks:
             with trial as opened, whole as module, strategy.standing_in(module):
                 trials = StepTrials(self._parts, self._engine, opened, module, nullcontext)
                 with opened.updating_by(trials.update):
-                    now = trials.run(batch, batch, step)
-                    limit = ROWS.of(now.updates[0][0][1].dtype)
+                    continued = trials.run(batch, batch, step)
+                    limit = ROWS.of(continued.updates[0][0][1].dtype)
 
                     def differs(some: set[str]) -> bool:
                         reset = partial(self._first.reset, module, some)
                         resumed = trials.run(batch, batch, step, change=reset)
-                        return have_other_results(now, resumed, limit)
+                        return have_other_results(continued, resumed, limit)
 
                     if not differs(set(names)):
                         return []
@@ -142,7 +142,7 @@ class StepChecks:
         with trial.updating_by(trials.update):
             later = read(*whole_rows)
             whole = trials.run(later, later, step)
-            ranks = [read(*rows, first=number) for number, rows in enumerate(halves_of_rows)]
+            ranks = [read(*rows, first=first) for first, rows in enumerate(halves_of_rows)]
             halves = [trials.run(batch, later, step, whole) for batch in ranks]
             cut = [trials.run(read(*rows), later, step, whole) for rows in cut_rows]
             if not whole.updates[0]:
@@ -181,14 +181,14 @@ class StepChecks:
 
     def _agreed(self, result: CheckResult, trial: StepTrial | None) -> CheckResult:
         """Return the first result with a line, or that steps differ among ranks. A collective."""
-        kept: Snapshot = {}
+        snapshot: Snapshot = {}
         if trial is not None:
-            kept = trial.kept
+            snapshot = trial.kept
             result = replace(result, digests=digest_trial(trial))
-        every = gather_unequal(self._parts.ranks.group, result, lambda: digest_snapshot(kept))
+        every = gather_unequal(self._parts.ranks.group, result, lambda: digest_snapshot(snapshot))
         results = [each for each, _ in every]
-        if (found := find_first(results)) is not None:
-            return found
+        if (first_result := find_first(results)) is not None:
+            return first_result
         limit = max(OF_RANKS, ROWS.fp32)
         if (other := find_odd_rank([each.digests for each in results], limit)) is None:
             return result

@@ -51,9 +51,9 @@ class Gathering:
             self.is_on = False
             self._given = []
 
-    def begin(self, number: int) -> None:
+    def begin(self, batch_number: int) -> None:
         """Begin the loss of a micro-batch."""
-        self._number = number
+        self._number = batch_number
         self._call = 0
 
     def join(self) -> None:
@@ -63,12 +63,12 @@ class Gathering:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Refuse gradients in a loss: those through the rows of other ranks are sums over ranks."""
-        kept = torch.autograd.grad
+        original_grad = torch.autograd.grad
         torch.autograd.grad = _refuse
         try:
             yield
         finally:
-            torch.autograd.grad = kept
+            torch.autograd.grad = original_grad
 
     def take_if_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of all micro-batches in a pass over several, else those of this one."""
@@ -80,7 +80,7 @@ class Gathering:
         if not self._is_joined:
             self._given[self._number].append(tensor)
             return tensor, 0
-        every = [given[self._call] for given in self._given]
+        every = [tensors[self._call] for tensors in self._given]
         every[self._number] = tensor
         self._call += 1
         return torch.cat(every), sum(map(len, every[: self._number]))
@@ -88,7 +88,7 @@ class Gathering:
 
 Tensors = dict[str, torch.Tensor]  # by their places in what a call gets or returns
 Key = tuple[str, int]  # a module's name, and the number of its call
-LOSS = "the loss"  # in place of a module's name
+LOSS_NAME = "the loss"  # in place of a module's name
 
 
 @dataclass
@@ -150,7 +150,7 @@ class CallTrace:
             return loss(outputs, targets)
         self._enter(None, (outputs, targets), {})
         returned = loss(outputs, targets)
-        self._leave(LOSS, None, returned)
+        self._leave(LOSS_NAME, None, returned)
         return returned
 
     def _enter(self, module: nn.Module | None, args: Any, kwargs: Any) -> None:
@@ -159,14 +159,14 @@ class CallTrace:
 
     def _leave(self, name: str, module: nn.Module | None, outputs: Any) -> None:
         inputs, position, drawn, before, of_global_rngs = self._open.pop()
-        number = self._counts.get(name, 0)
-        self._counts[name] = number + 1
+        call_number = self._counts.get(name, 0)
+        self._counts[name] = call_number + 1
         seed, state = _generator()
         is_raw = seed == before[0] and not torch.equal(state, before[1])
         positions = (position, self._position())
         drawn_here = self.drawn[drawn:]
         has_global_draws = global_rngs() != of_global_rngs
-        self.calls[name, number] = Call(
+        self.calls[name, call_number] = Call(
             module, inputs, _tensors(outputs), positions, drawn_here, is_raw, has_global_draws
         )
 
@@ -189,13 +189,13 @@ def _tensors(tree: Any) -> Tensors:
     The name of an item of a list has an index.
     """
     named = tree.items() if isinstance(tree, Mapping) else [("", tree)]
-    found = {}
+    tensors = {}
     for key, value in named:
-        for number, leaf in enumerate(tree_leaves(value)):
+        for index, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, torch.Tensor):
-                name = str(key) if value is leaf else f"{key}[{number}]"
-                found[name] = leaf.detach().clone()
-    return found
+                name = str(key) if value is leaf else f"{key}[{index}]"
+                tensors[name] = leaf.detach().clone()
+    return tensors
 
 
 def find_module(
@@ -207,15 +207,15 @@ def find_module(
     """
     for key, call in whole.calls.items():
         others = [part.calls.get(key) for part in parts]
-        found = [other for other in others if other is not None]
-        if len(found) < len(parts):
+        counterparts = [other for other in others if other is not None]
+        if len(counterparts) < len(parts):
             continue
-        if not _agree(call.inputs, [each.inputs for each in found], limit):
+        if not _agree(call.inputs, [each.inputs for each in counterparts], limit):
             continue
-        starts = all(each.positions[0] == call.positions[0] for each in found)
-        ends = all(each.positions[1] == call.positions[1] for each in found)
+        starts = all(each.positions[0] == call.positions[0] for each in counterparts)
+        ends = all(each.positions[1] == call.positions[1] for each in counterparts)
         if (starts and not ends) or not _agree(
-            call.outputs, [each.outputs for each in found], limit
+            call.outputs, [each.outputs for each in counterparts], limit
         ):
             return key, call
     return None
@@ -224,7 +224,7 @@ def find_module(
 def describe(key: Key, call: Call) -> str:
     """Return the name of the called module, and its class."""
     if call.module is None:
-        return LOSS
+        return LOSS_NAME
     kind = type(call.module).__name__
     return f"{key[0]} ({kind})" if key[0] else f"the model ({kind})"
 

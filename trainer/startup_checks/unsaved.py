@@ -27,12 +27,12 @@ from trainer.core.schedule import Schedule
 from trainer.core.state import MOST_BYTES, MOST_ITEMS, OF_A_MODULE, OF_A_TASK
 from trainer.core.state.outside import COPIED, HOOKS, is_own, place_of
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-MOST_VALUES = 1_000  # compared of a container or tensor
-MOST_NODES = 20_000  # compared of an attribute
-DEEPEST = 6
-DEPTH = 3  # of containers of first values
-ABSENT = object()
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+MOST_COMPARED_VALUES = 1_000  # compared of a container or tensor
+MOST_NODES_OF_AN_ATTRIBUTE = 20_000  # compared of an attribute
+DEEPEST_READ = 6
+FIRST_VALUE_DEPTH = 3  # of containers of first values
+NO_FIRST_VALUE = object()
 
 
 @cache
@@ -106,7 +106,7 @@ def _mark(value: Any, depth: int = 2) -> Any:
     """Return a mark that changes with the value, also when the value is changed in place."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
     if (state := _state_of(value)) is not None:
         return state
@@ -155,9 +155,9 @@ def list_owners(task: object, model: nn.Module) -> Iterator[tuple[str, object, s
     yield type(task).__name__, task, OF_A_TASK - {"options"}
     for name, module in model.named_modules():
         # the old nn.utils.weight_norm computes `weight` from the parameter `weight_g`
-        made = {name.rpartition("_")[0] for name in dict(module._parameters)}
+        computed_names = {name.rpartition("_")[0] for name in dict(module._parameters)}
         # those of an LSTM are its parameters
-        yield f"model.{name}".rstrip("."), module, OF_A_MODULE | {"_flat_weights"} | made
+        yield f"model.{name}".rstrip("."), module, OF_A_MODULE | {"_flat_weights"} | computed_names
 
 
 class UnsavedState:
@@ -184,7 +184,11 @@ class UnsavedState:
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that differ from those at the start."""
-        return [name for name, now in self._read().items() if self._before.get(name) != now]
+        return [
+            name
+            for name, fingerprint in self._read().items()
+            if self._before.get(name) != fingerprint
+        ]
 
     def _roots(self) -> Iterator[tuple[str, object, set[str]]]:
         """Yield the name of each object, the object, and attributes to leave out."""
@@ -203,12 +207,14 @@ class UnsavedState:
         held = [*self._model.modules(), *self._model.parameters(), *self._model.buffers()]
         reader = _Reader([*held, *self._optimizers], self._packages)
         prints: dict[str, Any] = {}
-        for place, root, known in self._roots():
+        for owner_name, root, left_out in self._roots():
             for key, value in list(vars(root).items()):
-                if key not in known:
-                    prints[f"{place}.{key}"] = reader.read(value)
+                if key not in left_out:
+                    prints[f"{owner_name}.{key}"] = reader.read(value)
             if isinstance(root, nn.Module):
-                prints[f"the hooks of {place}"] = [len(getattr(root, hooks)) for hooks in HOOKS]
+                prints[f"the hooks of {owner_name}"] = [
+                    len(getattr(root, hooks)) for hooks in HOOKS
+                ]
         for name, parameter in self._model.named_parameters():
             prints[f"requires_grad of {name}"] = parameter.requires_grad
         return prints
@@ -223,24 +229,26 @@ class _Reader:
         self._left = 0
 
     def read(self, value: Any) -> Any:
-        self._left = MOST_NODES
+        self._left = MOST_NODES_OF_AN_ATTRIBUTE
         print_ = self._read(value, 0)
         return print_ if self._left > 0 else type(value).__name__
 
     def _read(self, value: Any, depth: int) -> Any:
         self._left -= 1
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN_TYPES):
             return repr(value)
-        if id(value) in self._held or depth > DEEPEST or self._left < 0:
+        if id(value) in self._held or depth > DEEPEST_READ or self._left < 0:
             return type(value).__name__
         if isinstance(value, torch.Tensor):
             return _sample(value)
         if isinstance(value, (list, tuple, deque)):
-            return len(value), [self._read(v, depth + 1) for v in islice(value, MOST_VALUES)]
+            return len(value), [
+                self._read(v, depth + 1) for v in islice(value, MOST_COMPARED_VALUES)
+            ]
         if isinstance(value, (set, frozenset)):
             return len(value), sorted(str(self._read(v, depth + 1)) for v in value)
         if isinstance(value, dict):
-            pairs = islice(value.items(), MOST_VALUES)
+            pairs = islice(value.items(), MOST_COMPARED_VALUES)
             return len(value), [[self._read(each, depth + 1) for each in pair] for pair in pairs]
         if (state := _state_of(value)) is not None:
             return state
@@ -267,13 +275,13 @@ def _sample(tensor: torch.Tensor) -> Any:
     if not is_plain or tensor.is_meta or tensor.is_inference() or tensor.grad_fn is not None:
         return type(tensor).__name__
     flat = tensor.detach().reshape(-1)
-    values = flat[:: max(1, len(flat) // MOST_VALUES)].tolist()
+    values = flat[:: max(1, len(flat) // MOST_COMPARED_VALUES)].tolist()
     return tuple(tensor.shape), tensor._version, repr(values)
 
 
 def _sample_numpy(value: Any) -> Any:
     if getattr(value, "size", 1) > 1:
-        value = value.reshape(-1)[:: max(1, value.size // MOST_VALUES)].tolist()
+        value = value.reshape(-1)[:: max(1, value.size // MOST_COMPARED_VALUES)].tolist()
     return repr(value)
 
 
@@ -289,7 +297,7 @@ class FirstValues:
         self._values = {
             name: copy.deepcopy(values[key])
             for name, values, key in self._places(model)
-            if _is_plain(values[key], DEPTH)
+            if _is_plain(values[key], FIRST_VALUE_DEPTH)
         }
         self._known = {name for name, _, _ in self._places(model)}
 
@@ -307,20 +315,20 @@ class FirstValues:
         for name, values, key in list(self._places(model)):
             if name not in names:
                 continue
-            first = self._values.get(name, ABSENT)
-            if first is ABSENT:
+            first = self._values.get(name, NO_FIRST_VALUE)
+            if first is NO_FIRST_VALUE:
                 del values[key]
             else:
                 values[key] = copy.deepcopy(first)
 
     def _places(self, model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield each name, the dict that holds its value, and the key there."""
-        for place, owner, left_out in list_owners(self._task, model):
+        for owner_name, owner, left_out in list_owners(self._task, model):
             for key in vars(owner).keys() - left_out:
-                yield f"{place}.{key}", vars(owner), key
-        for place, module in model.named_modules():
+                yield f"{owner_name}.{key}", vars(owner), key
+        for owner_name, module in model.named_modules():
             for key in dict(module._buffers):  # TorchScript's is no dict
-                yield f"{place}.{key}".lstrip("."), module._buffers, key
+                yield f"{owner_name}.{key}".lstrip("."), module._buffers, key
 
 
 def _is_plain(value: Any, depth: int) -> bool:

@@ -58,15 +58,17 @@ from trainer.startup_checks.passes import (
 
 RATE = 0.01  # of a trial's update: the part of the weights' norm that it changes
 # Functions that need the rows of all ranks, which a trial has not.
-COLLECTIVES = {
+COLLECTIVE_NAMES = {
     *("gather_rows", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
     *("all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
 }
 KEEPS = "train_step keeps {} of its rank's rows, on which the next step depends"
 FILL = "make it of the rows of all ranks, in loss with gather_rows or by torch.distributed"
 USES = "train_step computes something of its rank's rows on which its own update depends"
-OTHERS = "train_step makes other updates if its rank has other rows; decide in loss, row by row"
-RECORDS = (
+OTHER_UPDATES = (
+    "train_step makes other updates if its rank has other rows; decide in loss, row by row"
+)
+UNSUMMED_RECORD = (
     "what train_step records as {!r} is not the sum over the rows: it depends on the other rows of"
     " its rank; record a value of each row"
 )
@@ -113,14 +115,14 @@ class StepTrials:
         first: LocalBatch,
         later: LocalBatch,
         step: int,
-        given: StepTrial | None = None,
+        reference: StepTrial | None = None,
         change: Callable[[], None] | None = None,
         types: AbstractContextManager[Any] | None = None,
     ) -> StepTrial:
         """Return a trial of a first and two later steps, all as the 0-based `step`.
 
-        With `given`, the updates of the first step end with the states of that trial. `change` is
-        called before the steps, and undone after them. `types` is entered around model and loss.
+        With `reference`, the updates of the first step end with the states of that trial. `change`
+        is called before the steps, and undone after them. `types` is entered around model and loss.
         """
         self._types = types or nullcontext()
         trial = self._trial = StepTrial()
@@ -134,15 +136,15 @@ class StepTrials:
             borrow_tensors(self._module)
             if change is not None:
                 change()
-            for number, batch in enumerate((first, later, later)):
-                self._number = number
+            for trial_step, batch in enumerate((first, later, later)):
+                self._number = trial_step
                 trial.updates.append([])
-                self._given = given.states if given and not number else None
+                self._given = reference.states if reference and not trial_step else None
                 seed_step(config.run.seed, step, device)
                 with self._opened.collecting() as recorded:
                     self._parts.hooks.train_step(batch)
                 trial.recorded.append(recorded)
-                if not number:
+                if not trial_step:
                     trial.kept.update(take_snapshot(self._module, self._parts.hooks))
         return trial
 
@@ -173,8 +175,8 @@ class StepTrials:
         leaves: Tensors = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         passed = []
         with draws.update(name), torch.enable_grad():
-            for number, micro_batch in enumerate(batch):
-                if number and rewinds:
+            for batch_number, micro_batch in enumerate(batch):
+                if batch_number and rewinds:
                     restore_buffers(self._module, before)
                 # a model may change it, and the next trial reads it again
                 own = copied(micro_batch)
@@ -196,8 +198,8 @@ class StepTrials:
         """Change the weights a little against their gradients, or to those of a given state."""
         tensors = {**dict(self._module.named_buffers()), **chosen}
         if self._given is not None:
-            number = len(self._trial.updates[0]) - 1
-            for name, value in self._given[number].items() if number < len(self._given) else ():
+            index = len(self._trial.updates[0]) - 1
+            for name, value in self._given[index].items() if index < len(self._given) else ():
                 if tensors[name].shape == value.shape:
                     tensors[name].copy_(value)
             return
@@ -207,8 +209,8 @@ class StepTrials:
         for name, gradient in gradients.items():
             chosen[name].sub_(gradient, alpha=RATE * size / max(norm, 1e-30))
         if not self._number:
-            kept = before.keys() & tensors.keys()
-            changed = {n for n in kept if not torch.equal(tensors[n], before[n])}
+            buffer_names = before.keys() & tensors.keys()
+            changed = {n for n in buffer_names if not torch.equal(tensors[n], before[n])}
             names = {*chosen, *changed}
             self._trial.states.append({n: tensors[n].detach().clone() for n in names})
 
@@ -218,22 +220,22 @@ def explain_trials(whole: StepTrial, parts: Sequence[StepTrial], limit: float) -
     names = [name for name, _ in whole.updates[0]]
     for part in parts:
         if [name for name, _ in part.updates[0]] != names:
-            return OTHERS
-    for number, (name, of_all) in enumerate(whole.updates[0]):
-        own = joined([part.updates[0][number][1] for part in parts], None)
+            return OTHER_UPDATES
+    for update_number, (name, of_all) in enumerate(whole.updates[0]):
+        own = joined([part.updates[0][update_number][1] for part in parts], None)
         if compare(of_all, own, limit) is not None:
             of = f" (update {name!r})" * (name != "loss")
             return f"{USES}{of}; compute it in loss for each row, or {FILL}"
     for name, sums in whole.recorded[0].items():
         added = sum(part.recorded[0].get(name, torch.zeros_like(sums)) for part in parts)
         if not are_sums_equal(sums, torch.as_tensor(added), limit):
-            return RECORDS.format(name)
+            return UNSUMMED_RECORD.format(name)
     for part in parts:
-        kept = find_different(whole.kept, part.kept, limit)
+        different_names = find_different(whole.kept, part.kept, limit)
         later = (chain(*trial.updates[1:]) for trial in (whole, part))
         for (_, of_all), (_, own) in zip(*later, strict=False):
             if compare(of_all, own, limit) is not None:
-                return f"{KEEPS.format(', '.join(kept[:3]) or 'something')}; {FILL}"
+                return f"{KEEPS.format(', '.join(different_names[:3]) or 'something')}; {FILL}"
     return ""
 
 
@@ -250,8 +252,8 @@ def have_other_results(one: StepTrial, other: StepTrial, limit: float) -> bool:
 
 def digest_trial(trial: StepTrial) -> list[float]:
     """Return numbers that change with the results of the later steps."""
-    found = [passed.digest() for _, passed in chain(*trial.updates[1:])]
-    return [sum(each) for each in zip(*found, strict=True)]
+    digests = [passed.digest() for _, passed in chain(*trial.updates[1:])]
+    return [sum(each) for each in zip(*digests, strict=True)]
 
 
 def needs_all_ranks(hooks: Any, model: nn.Module) -> bool:
@@ -265,7 +267,7 @@ def needs_all_ranks(hooks: Any, model: nn.Module) -> bool:
             continue
         seen.add(function)
         names = set(names_in(function.__code__))
-        if names & COLLECTIVES:
+        if names & COLLECTIVE_NAMES:
             return True
         called = (function.__globals__.get(name) for name in names)
         functions += [each for each in called if isinstance(each, FunctionType) and _is_own(each)]
@@ -279,6 +281,6 @@ def _functions_of(kind: type) -> Iterator[FunctionType]:
             yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
 
 
-def _is_own(found: Any) -> bool:
+def _is_own(definition: Any) -> bool:
     """Return True for a class or a function that is not of torch, Lockstep or Python itself."""
-    return not str(found.__module__).startswith(("torch.", "trainer.", "builtins"))
+    return not str(definition.__module__).startswith(("torch.", "trainer.", "builtins"))

@@ -27,7 +27,7 @@ from trainer.core.distributed.launchers import MASTER, Launcher
 from trainer.core.errors import ConfigError
 from trainer.sweep.jobs import (
     MOST_JOBS,
-    TOO_MANY,
+    TOO_MANY_JOBS,
     Job,
     Sweep,
     cluster_of,
@@ -49,7 +49,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
             values = [f"{key}={value}" for value in some]
         choices.append(values or [override.input_line])
         if math.prod(map(len, choices)) > MOST_JOBS:
-            raise ConfigError(f"{override.input_line}: {TOO_MANY}")
+            raise ConfigError(f"{override.input_line}: {TOO_MANY_JOBS}")
     return [list(job) for job in itertools.product(*choices)]
 
 
@@ -69,9 +69,9 @@ def run_combinations(
     check_free(Path(configs[0].run.dir) / "sweeps" / name)
     words = [word for combination in combinations for word in combination]
     jobs = []
-    for number, (overrides, config) in enumerate(zip(combinations, configs, strict=True), 1):
+    for job_number, (overrides, config) in enumerate(zip(combinations, configs, strict=True), 1):
         swept = [word for word in overrides if words.count(word) < len(combinations)]
-        jobs.append(Job.of(number, swept, overrides, config, config_dirs, name))
+        jobs.append(Job.of(job_number, swept, overrides, config, config_dirs, name))
     _check_jobs(jobs, configs, is_here=submission is None)
     sweep = Sweep(name, configs[0])
     for job in jobs:
@@ -86,10 +86,10 @@ def run_combinations(
 def _submit(sweep: Sweep, cluster: str, settings: Sequence[str]) -> int:
     executor = open_executor(cluster, sweep.place / "submitit", settings)
     before = [job.submitted for job in sweep.jobs if job.state != "done" and job.submitted]
-    known = find_known(cluster, before)
+    queued = find_known(cluster, before)
     for job in sweep.jobs:
         if job.state != "done":
-            is_waiting = job.submitted in known
+            is_waiting = job.submitted in queued
             job.hand_over(job.submitted if is_waiting else submit(executor, job.words))
             sweep.record()
         state = job.state if job.state == "done" else f"submitted as {job.submitted}"
@@ -146,12 +146,14 @@ def _as_rank_0(job: Job, config: Config) -> Any:
     return task(replace(config, run=run, checkpoint=checkpoint), world)
 
 
-_ADVICE = "start a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>"
+_SWEEP_ADVICE = (
+    "start a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>"
+)
 
 
 def answer_questions(arguments: Sequence[str]) -> int:
     """Let Hydra answer `--cfg` and `--info` about one run, and return the exit code."""
-    check_alone("Hydra's flags", _ADVICE)
+    check_alone("Hydra's flags", _SWEEP_ADVICE)
     words, config_dirs = split_arguments(arguments, HYDRA_FLAGS)
     overrides = [word for word in words if _is_setting(word)]
     load_config(overrides, config_dirs)
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     Hydra does not run the jobs: it would instantiate any object that a file of --config-dir names
     in `hydra.callbacks` or `hydra.job_logging`.
     """
-    check_alone("trainer.sweep", _ADVICE)
+    check_alone("trainer.sweep", _SWEEP_ADVICE)
     if JSON in arguments:
         raise ConfigError(f"{JSON}: is a flag of the other verbs; read sweep.json of the sweep")
     words, config_dirs = split_arguments(arguments, HYDRA_FLAGS)

@@ -35,9 +35,9 @@ from trainer.core.process import child
 from trainer.core.process.streams import print_table
 
 MOST_JOBS = 2_000
-TOO_MANY = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
-LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
-ANSWER_S = 60.0  # for squeue
+TOO_MANY_JOBS = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
+CLUSTER_NAMES = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
+QUEUE_ANSWER_S = 60.0  # for squeue
 FORGOTTEN = "invalid job id"  # in SLURM's error for a job that ended some minutes ago
 _CHOICE = "hydra/launcher="
 _PREFIX = "hydra.launcher."
@@ -56,10 +56,10 @@ def cluster_of(words: Sequence[str]) -> str | None:
     chosen = [word for word in words if word.startswith(_CHOICE)]
     if not chosen:
         return None
-    if chosen[-1] not in LAUNCHERS:
+    if chosen[-1] not in CLUSTER_NAMES:
         allowed = "must be submitit_slurm or submitit_local; without it the jobs run here"
         raise ConfigError(f"{chosen[-1]}: {allowed}")
-    return LAUNCHERS[chosen[-1]]
+    return CLUSTER_NAMES[chosen[-1]]
 
 
 def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
@@ -77,8 +77,8 @@ def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
     if unknown := [word for word in words if not word.startswith((_PREFIX, _CHOICE))]:
         allowed = "must be hydra.launcher.* with submitit"
         raise ConfigError(f"{unknown[0]}: {allowed}")
-    given = [word.removeprefix(_PREFIX) for word in words if word.startswith(_PREFIX)]
-    settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
+    assignments = [word.removeprefix(_PREFIX) for word in words if word.startswith(_PREFIX)]
+    settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(assignments))
     if cluster == "slurm":
         # The signal at which Lockstep saves and requeues, two minutes before the time limit.
         settings = {"signal_delay_s": 120, **settings}
@@ -120,7 +120,7 @@ def find_known(cluster: str, jobs: Sequence[str]) -> set[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
         done = subprocess.run(  # noqa: S603
-            words, capture_output=True, text=True, errors="replace", timeout=ANSWER_S, env=own
+            words, capture_output=True, text=True, errors="replace", timeout=QUEUE_ANSWER_S, env=own
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unsure(one_line(error)) from None
@@ -148,9 +148,9 @@ def _train(words: list[str]) -> int:
     return 0
 
 
-POLL_S = 0.05
-MOST_OF_A_NAME = 80  # characters of a job's values
-_STATES = {0: "done", STOPPED: "stopped"}
+JOB_POLL_S = 0.05
+MOST_OF_A_JOB_NAME = 80  # characters of a job's values
+_STATE_BY_CODE = {0: "done", STOPPED: "stopped"}
 
 
 @dataclass
@@ -185,14 +185,14 @@ class Job:
         """Build a job. Its run directory is named by its values, and a digest where these do not
         tell it from all other jobs, so that no job can resume the run of another one.
         """
-        given = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
+        values = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
         has_mirror = config.checkpoint.mirror is not None
         words = [word for folder in config_dirs for word in ("--config-dir", folder)]
         words += [word for word in overrides if not word.startswith(("run.name=", "run.resume="))]
-        name = config.run.name if "run.name" in given else f"{sweep}-{_name_values(given, words)}"
+        name = config.run.name if "run.name" in values else f"{sweep}-{_name_values(values, words)}"
         words += [f"run.name={name}", f"run.resume={config.run.resume or 'auto'}"]
         words += [f"checkpoint.mirror={config.checkpoint.mirror}/{name}"] * has_mirror
-        return cls(number, given, words, str(Path(config.run.dir) / config.task.name / str(name)))
+        return cls(number, values, words, str(Path(config.run.dir) / config.task.name / str(name)))
 
     @property
     def label(self) -> str:
@@ -225,7 +225,7 @@ class Job:
         self.metrics = record.get("metrics") or {}
         self.value = record.get("best")
         if code is not None:
-            self.state = _STATES.get(code, "failed")
+            self.state = _STATE_BY_CODE.get(code, "failed")
 
 
 class Sweep:
@@ -270,17 +270,17 @@ class Sweep:
         free = [*range(self.config.launch.jobs)]
         running: dict[int, _Process] = {}
 
-        def send(number: int) -> None:
+        def send(signal_number: int) -> None:
             for each in [*running.values()]:
-                each.process.send_signal(number)
+                each.process.send_signal(signal_number)
 
         with child.signals_passed_on(SIGNALS, send) as received:
             while running or (waiting and not self.is_stopped):
                 while waiting and free and not self.is_stopped and not received:
                     job, slot = waiting.pop(0), free.pop(0)
                     running[slot] = _Process.of(job, self.place, slot, self.config.launch)
-                    for number in received:  # while it was started
-                        running[slot].process.send_signal(number)
+                    for missed_signal in received:  # while it was started
+                        running[slot].process.send_signal(missed_signal)
                     self.record()
                 for slot, each in [*running.items()]:
                     if each.has_ended():
@@ -288,7 +288,7 @@ class Sweep:
                         free = sorted([*free, slot])
                         self._tell_end(each, of)
                 self.is_stopped |= bool(received)
-                time.sleep(POLL_S)
+                time.sleep(JOB_POLL_S)
 
     def _tell_end(self, ended: _Process, of: str) -> None:
         """Record how a job ended, and print its line."""
@@ -347,12 +347,12 @@ class Sweep:
         return 1 if "failed" in states else STOPPED
 
 
-def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
+def _read_jobs(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the jobs of the previous start, by directory."""
     try:
-        jobs = read_json(place / "sweep.json")
-        known = [{name: value for name, value in job.items() if value != ""} for job in jobs]
-        return {build(Job, job).directory: job for job in known}
+        jobs = read_json(folder / "sweep.json")
+        records = [{name: value for name, value in job.items() if value != ""} for job in jobs]
+        return {build(Job, job).directory: job for job in records}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -370,10 +370,10 @@ class _Process:
     began: float
 
     @classmethod
-    def of(cls, job: Job, place: Path, slot: int, launch: LaunchSettings) -> _Process:
+    def of(cls, job: Job, folder: Path, slot: int, launch: LaunchSettings) -> _Process:
         """Start a job in one of `launch.jobs` places of this machine."""
         job.begin()
-        log = place / f"job-{job.number}.log"
+        log = folder / f"job-{job.number}.log"
         with log.open("ab") as file:  # a later start goes on in it
             words = [sys.executable, *launchers.words(), *job.words]
             told = {**os.environ, **_divide_machine(slot, launch)}
@@ -409,19 +409,19 @@ def _divide_machine(slot: int, launch: LaunchSettings) -> dict[str, str]:
 
 def _list_visible_gpus() -> list[str]:
     """Return the GPUs that a process started here sees, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [word for word in given.split(",") if word.strip()]
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        return [word for word in visible_devices.split(",") if word.strip()]
     from trainer.core.distributed import accelerator
 
-    return [str(number) for number in range(accelerator.count())]
+    return [str(device) for device in range(accelerator.count())]
 
 
-def _name_values(given: Mapping[str, str], words: Sequence[str]) -> str:
+def _name_values(values: Mapping[str, str], words: Sequence[str]) -> str:
     """Return the values of a job for the name of its directory: `lr0.01-seed1`."""
-    plain = "-".join(key.rpartition(".")[2] + value for key, value in given.items())
-    name = re.sub(r"[^\w.-]+", "_", plain)[:MOST_OF_A_NAME]
-    if plain and name == plain and len({key.rpartition(".")[2] for key in given}) == len(given):
+    plain = "-".join(key.rpartition(".")[2] + value for key, value in values.items())
+    name = re.sub(r"[^\w.-]+", "_", plain)[:MOST_OF_A_JOB_NAME]
+    if plain and name == plain and len({key.rpartition(".")[2] for key in values}) == len(values):
         return name
     digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
     return f"{name}-{digest}".lstrip("-")

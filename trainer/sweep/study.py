@@ -23,15 +23,15 @@ from trainer.core.config.compose import SEARCHED, load_config, parse
 from trainer.core.config.plain_files import MOST_OF_YAML, parse_yaml, read_of_user
 from trainer.core.config.typed import build, limit
 from trainer.core.errors import ConfigError, one_line, visible
-from trainer.sweep.jobs import MOST_JOBS, TOO_MANY, Job, Sweep
+from trainer.sweep.jobs import MOST_JOBS, TOO_MANY_JOBS, Job, Sweep
 
 SWEEPER = "hydra/sweeper=optuna"
 JOURNAL = "study.journal"
-_KEY = "hydra.sweeper."
+_SWEEPER_PREFIX = "hydra.sweeper."
 _SAMPLER = "hydra/sweeper/sampler="
 NUM_TRIALS = 20  # of a search without n_trials, except of a grid
-_DEFAULTS: dict[str, Any] = {"n_trials": None, "n_jobs": 1, "sampler": "tpe"}
-_DEFAULTS |= {"sampler.seed": None, "direction": None, "study_name": None, "storage": None}
+_DEFAULT_SETTINGS: dict[str, Any] = {"n_trials": None, "n_jobs": 1, "sampler": "tpe"}
+_DEFAULT_SETTINGS |= {"sampler.seed": None, "direction": None, "study_name": None, "storage": None}
 # Settings of Hydra that a file must not set in a search; the last two were for the old plugin.
 _REFUSED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper")
 _OLD_PLUGIN = "hydra_optuna_sweeper"
@@ -52,17 +52,17 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
     settings = read_settings(steering, config.best_mode)
     space = read_space([override for override in parsed if override.is_sweep_override()])
     points = list_points(space) if settings.sampler == "grid" else []
-    command = [word for word in steering if not word.startswith(f"{_KEY}n_trials=")]
+    command = [word for word in steering if not word.startswith(f"{_SWEEPER_PREFIX}n_trials=")]
     digest = hashlib.sha256(json.dumps([*command, *overrides]).encode()).hexdigest()[:8]
     name = config.run.name or digest
     _check_place(Path(config.run.dir) / "sweeps" / name, settings)
     sweep = Sweep(name, config)
     study = Study(sweep.place / JOURNAL, settings, digest, space, points)
-    for number in range(study.num_trials):
-        trial = study.open_trial(number)
+    for trial_number in range(study.num_trials):
+        trial = study.open_trial(trial_number)
         swept = {key: f"{key}={value}" for key, value in trial.params.items()}
         words = [swept.get(o.get_key_element(), o.input_line) for o in parsed]
-        job = _open_job(sweep, number + 1, list(swept.values()), words, config_dirs)
+        job = _open_job(sweep, trial_number + 1, list(swept.values()), words, config_dirs)
         if trial.value is not None:
             job.end(0 if math.isfinite(trial.value) else 1)
         if job.state == "failed" and trial.value is not None:
@@ -72,40 +72,40 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
         if sweep.is_stopped:
             break
         if trial.value is None:
-            study.tell(number, job.value)
+            study.tell(trial_number, job.value)
     sweep.record()
     return sweep.end()
 
 
 def _open_job(
-    sweep: Sweep, number: int, swept: list[str], words: list[str], config_dirs: Sequence[str]
+    sweep: Sweep, job_number: int, swept: list[str], words: list[str], config_dirs: Sequence[str]
 ) -> Job:
     """Return the job of a trial. If its settings are invalid together, it will fail and say why."""
     try:
         config = load_config(words, config_dirs)
     except ConfigError:
         config = sweep.config
-    job = Job.of(number, swept, words, config, config_dirs, sweep.name)
+    job = Job.of(job_number, swept, words, config, config_dirs, sweep.name)
     sweep.add(job)
     return job
 
 
 def read_settings(steering: Sequence[str], best_mode: str) -> Settings:
     """Parse the arguments `hydra.sweeper.*`. Raise ConfigError for any other argument."""
-    values = {**_DEFAULTS, "direction": {"min": "minimize", "max": "maximize"}[best_mode]}
+    values = {**_DEFAULT_SETTINGS, "direction": {"min": "minimize", "max": "maximize"}[best_mode]}
     for word in steering:
         if word == SWEEPER:
             continue
-        text = word.replace(_SAMPLER, f"{_KEY}sampler=").removeprefix(_KEY)
+        text = word.replace(_SAMPLER, f"{_SWEEPER_PREFIX}sampler=").removeprefix(_SWEEPER_PREFIX)
         name = text.partition("=")[0]
         if _OLD_PLUGIN in word:
             raise ConfigError(f"{visible(word)}: {_OLD_ADVICE}")
         if name not in values:
-            allowed = ", ".join(f"{_KEY}{known}" for known in values)
+            allowed = ", ".join(f"{_SWEEPER_PREFIX}{setting}" for setting in values)
             raise ConfigError(f"{visible(word)}: must be one of {allowed} in a search")
         values[name] = parse([text])[0].value()
     values["seed"] = values.pop("sampler.seed")
-    return build(Settings, values, _KEY)
+    return build(Settings, values, _SWEEPER_PREFIX)
 
 
 def _check_files(config_dirs: Sequence[str]) -> None:
@@ -124,14 +124,14 @@ def _check_files(config_dirs: Sequence[str]) -> None:
                 raise ConfigError(f"{file}: sets hydra.{key}, which has no effect; remove it")
 
 
-def _check_place(place: Path, settings: Settings) -> None:
+def _check_place(folder: Path, settings: Settings) -> None:
     """Raise ConfigError if the directory is of another kind of sweep or is in use."""
-    has_sweep = (place / "sweep.json").exists()
-    is_new = (place / JOURNAL).exists() or settings.storage is not None
-    if (place / _OLD_FILE).exists() or (has_sweep and not is_new):
+    has_sweep = (folder / "sweep.json").exists()
+    is_new = (folder / JOURNAL).exists() or settings.storage is not None
+    if (folder / _OLD_FILE).exists() or (has_sweep and not is_new):
         advice = "give run.name=<new>, or remove the directory, which holds no runs"
-        raise ConfigError(f"{place}: is a sweep without a study, or one of {_OLD}; {advice}")
-    check_free(place)
+        raise ConfigError(f"{folder}: is a sweep without a study, or one of {_OLD}; {advice}")
+    check_free(folder)
 
 
 MOST_NUMBERS = 100_000  # of a range of floats: Hydra computes each
@@ -260,16 +260,16 @@ class Study:
         num_trials = self._settings.n_trials or num_points or NUM_TRIALS
         return min(num_trials, num_points) if num_points else num_trials
 
-    def open_trial(self, number: int) -> StudyTrial:
+    def open_trial(self, trial_number: int) -> StudyTrial:
         """Return the trial of this number: a finished, an interrupted, or a new one."""
-        study = self._load(number)
+        study = self._load(trial_number)
         trials = study.get_trials(deepcopy=False)
-        frozen = trials[number] if number < len(trials) else None
+        frozen = trials[trial_number] if trial_number < len(trials) else None
         if frozen is not None and frozen.state.is_finished():
             value = self._worst if frozen.value is None else frozen.value
             return StudyTrial(dict(frozen.params), value)
         if frozen is None and self._points:
-            study.enqueue_trial(self._points[number])
+            study.enqueue_trial(self._points[trial_number])
         if frozen is None or frozen.state == self._optuna.trial.TrialState.WAITING:
             trial = study.ask()
         else:
@@ -278,16 +278,16 @@ class Study:
             {name: _suggest(trial, name, self._space[name]) for name in self._space}, None
         )
 
-    def tell(self, number: int, value: float | None) -> None:
+    def tell(self, trial_number: int, value: float | None) -> None:
         """Store a job's result; None counts as the worst value."""
-        self._load(number).tell(number, self._worst if value is None else value)
+        self._load(trial_number).tell(trial_number, self._worst if value is None else value)
 
     @property
     def _worst(self) -> float:
         return math.inf if self._settings.direction == "minimize" else -math.inf
 
-    def _load(self, number: int) -> Any:
-        seed = zlib.crc32(f"{self._seed}/{number}".encode())
+    def _load(self, trial_number: int) -> Any:
+        seed = zlib.crc32(f"{self._seed}/{trial_number}".encode())
         samplers = self._optuna.samplers
         kind = samplers.TPESampler if self._settings.sampler == "tpe" else samplers.RandomSampler
         return self._optuna.load_study(
@@ -327,5 +327,5 @@ def list_points(space: Space) -> list[dict[str, Any]]:
             advice = "must be values, as a,b or range(1,4), for hydra/sweeper/sampler=grid"
             raise ConfigError(f"{name}: {advice}")
         if math.prod(map(len, values)) > MOST_JOBS:
-            raise ConfigError(f"{name}: {TOO_MANY}")
+            raise ConfigError(f"{name}: {TOO_MANY_JOBS}")
     return [dict(zip(space, point, strict=True)) for point in itertools.product(*values)]

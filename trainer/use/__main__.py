@@ -55,7 +55,7 @@ eval.splits, and for a file the first of them
 
 Exit codes: 0 done, 1 failed, 2 no such run, or invalid arguments."""
 STORED = "--stored"
-ADVICE = "give one run directory: python -m trainer.use RUN [out=FILE]"
+USE_ADVICE = "give one run directory: python -m trainer.use RUN [out=FILE]"
 PREDICTIONS = (".npz", ".jsonl", ".parquet")
 MODELS = (".onnx", ".safetensors", ".engine")
 
@@ -63,17 +63,17 @@ MODELS = (".onnx", ".safetensors", ".engine")
 def main(arguments: Sequence[str]) -> int:
     """Evaluate on all ranks, print on rank 0; or write the file that `out` names."""
     own, rest = take_words(arguments, ("split", "out", "merge"))
-    given = [word for word in rest if word != STORED]
-    words, config_dirs = split_arguments(given, own=("--json", STORED))
-    place = single([local(word) for word in words if "=" not in word], ADVICE)
+    without_stored = [word for word in rest if word != STORED]
+    words, config_dirs = split_arguments(without_stored, own=("--json", STORED))
+    directory = single([local(word) for word in words if "=" not in word], USE_ADVICE)
     overrides = [word for word in words if "=" in word]
     if "split" in own:
         overrides.append(f"eval.splits=[{own['split']}]")
     if "out" not in own:
-        return _evaluate(_load(place, overrides, config_dirs))
+        return _evaluate(_load(directory, overrides, config_dirs))
     out = _read_out(own["out"])
     if own["out"].endswith("/") or not out.suffix:
-        config = load_run_config(place, overrides, config_dirs)
+        config = load_run_config(directory, overrides, config_dirs)
         return _write_folder(config, out, own.get("merge", "false"), STORED in rest)
     if "merge" in own:
         raise ConfigError(
@@ -83,37 +83,37 @@ def main(arguments: Sequence[str]) -> int:
         suffixes = ", ".join((*PREDICTIONS, *MODELS))
         raise ConfigError(f"out={out}: must end with {suffixes}, or with / for a folder")
     if STORED in rest:
-        return _write_stored(place, out)
+        return _write_stored(directory, out)
     if "," in own.get("split", ""):
         raise ConfigError(f"split={own['split']}: must be one split for a file; call it for each")
     if out.suffix in PREDICTIONS:
         from trainer.use.predict import predict
 
-        return predict(_load(place, overrides, config_dirs), out)
+        return predict(_load(directory, overrides, config_dirs), out)
     from trainer.use.export import check_tensorrt, export
 
     if out.suffix == ".engine":
-        check_tensorrt(place)
-    return export(load_run_config(place, overrides, config_dirs), out)
+        check_tensorrt(directory)
+    return export(load_run_config(directory, overrides, config_dirs), out)
 
 
-def _read_out(given: str) -> Path:
+def _read_out(target: str) -> Path:
     """Return the file or folder to write, on this machine."""
-    if "://" in given:
-        raise ConfigError(f"""out={given}: is an address, and exports are written to this machine;
+    if "://" in target:
+        raise ConfigError(f"""out={target}: is an address, and exports are written to this machine;
             give a file or folder here, and copy it""")
-    if not given:
+    if not target:
         raise ConfigError("out=: names nothing; give a file, or a folder that ends with /")
-    out = Path(given)
+    out = Path(target)
     with suppress(RuntimeError):  # nobody has that name
         out = out.expanduser()
-    check_name(f"out={given}", out)
+    check_name(f"out={target}", out)
     return out
 
 
-def _load(place: str, overrides: list[str], config_dirs: Sequence[str]) -> Config:
+def _load(directory: str, overrides: list[str], config_dirs: Sequence[str]) -> Config:
     """Return the settings of a run, with a layout that these ranks have."""
-    config = load_run_config(place, overrides, config_dirs)
+    config = load_run_config(directory, overrides, config_dirs)
     if any(word.startswith("strategy") for word in overrides):
         return config
     from trainer.core.setup.early_checks import for_these_ranks
@@ -129,10 +129,10 @@ def _evaluate(config: Config) -> int:
             return a dataset from build_dataset({config.eval.splits[0]!r})""")
     from trainer.core.checkpoints.run_directory import strict
 
-    found = {"step": task.step, **strict(metrics)}
+    facts = {"step": task.step, **strict(metrics)}
     if task.world.rank:
         return 0
-    return answer(0, "evaluated", found, lambda: print(json.dumps(found)))
+    return answer(0, "evaluated", facts, lambda: print(json.dumps(facts)))
 
 
 def _write_folder(config: Config, out: Path, merge: str, is_stored: bool) -> int:
@@ -149,13 +149,13 @@ def _write_folder(config: Config, out: Path, merge: str, is_stored: bool) -> int
     return answer(0, "written", facts, lambda: print("\n".join(map(visible, lines))))
 
 
-def _write_stored(place: str, out: Path) -> int:
+def _write_stored(directory: str, out: Path) -> int:
     if out.suffix != ".safetensors":
         raise ConfigError(f"{STORED}: must stand beside out=FILE.safetensors, not {out}")
     check_alone(f"out={out}", "write it with one process")
     from trainer.use.export import write_stored
 
-    return write_stored(Path(place), out)
+    return write_stored(Path(directory), out)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from trainer.use.model import (
     tensors_in,
 )
 
-NEEDS = "out=FILE.onnx: run pip install 'lockstep-trainer[export]'"
+EXPORT_NEEDS = "out=FILE.onnx: run pip install 'lockstep-trainer[export]'"
 LIMIT = CLOSE  # of the largest difference to PyTorch, relative to outputs above 1
-MOST_BYTES = 1.8e9  # of a file: protobuf ends at 2 GiB
+MOST_BYTES_OF_ONNX = 1.8e9  # of a file: protobuf ends at 2 GiB
 Differences = dict[int, float]  # the largest one by batch size
 
 
@@ -55,7 +55,7 @@ def write_graph(trained: ExportModel, path: Path, facts: dict[str, str]) -> Flat
         import onnx
         import onnxscript  # noqa: F401
     except ImportError:
-        raise ConfigError(NEEDS) from None
+        raise ConfigError(EXPORT_NEEDS) from None
     flat = trained.flat.eval()
     tensors = tuple(tensors_in(trained.inputs))
     batch = torch.export.Dim("batch", min=1)
@@ -76,12 +76,12 @@ def write_graph(trained: ExportModel, path: Path, facts: dict[str, str]) -> Flat
         raise ConfigError(f"out=FILE.onnx: torch cannot export this model: {why}") from error
     assert program is not None
     program.save(path)
-    made = onnx.load(path)
-    _strip(made)
+    onnx_model = onnx.load(path)
+    _strip(onnx_model)
     for name, value in facts.items():
-        made.metadata_props.add(key=name, value=value)
-    is_large = sum(t.nbytes for t in flat.state_dict().values()) > MOST_BYTES
-    onnx.save(made, path, save_as_external_data=is_large, location=f"{path.name}.data")
+        onnx_model.metadata_props.add(key=name, value=value)
+    is_large = sum(t.nbytes for t in flat.state_dict().values()) > MOST_BYTES_OF_ONNX
+    onnx.save(onnx_model, path, save_as_external_data=is_large, location=f"{path.name}.data")
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
@@ -108,19 +108,19 @@ def _quietly() -> Any:
             logger.setLevel(level)
 
 
-def _strip(made: Any) -> None:
+def _strip(onnx_model: Any) -> None:
     """Remove traces of this machine: stacks with the paths of source files."""
-    for graph in (made.graph, *made.functions):
+    for graph in (onnx_model.graph, *onnx_model.functions):
         graph.doc_string = ""
         for node in graph.node:
             node.doc_string = ""
             del node.metadata_props[:]
-    for values in (made.graph.input, made.graph.output, made.graph.value_info):
+    for values in (onnx_model.graph.input, onnx_model.graph.output, onnx_model.graph.value_info):
         for value in values:
             del value.metadata_props[:]
-    for weight in made.graph.initializer:
+    for weight in onnx_model.graph.initializer:
         del weight.metadata_props[:]
-    del made.graph.metadata_props[:]
+    del onnx_model.graph.metadata_props[:]
 
 
 @torch.no_grad()
@@ -132,25 +132,25 @@ def compare(trained: ExportModel, flat: Flat, path: Path) -> Differences:
     try:
         import onnxruntime
     except ImportError:
-        raise ConfigError(NEEDS) from None
+        raise ConfigError(EXPORT_NEEDS) from None
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    found = {}
+    differences = {}
     for rows in sorted({1, min(ROWS, trained.rows)}):
         tensors = tensors_in(first_rows(trained.inputs, rows))
         names = [each.name for each in session.get_inputs()]
-        given = dict(zip(flat.inputs, (t.numpy() for t in tensors), strict=True))
-        outputs = session.run(None, {name: given[name] for name in names})
-        found[rows] = 0.0
+        arrays = dict(zip(flat.inputs, (t.numpy() for t in tensors), strict=True))
+        outputs = session.run(None, {name: arrays[name] for name in names})
+        differences[rows] = 0.0
         for name, ours, theirs in zip(flat.outputs, flat(*tensors), outputs, strict=True):
             # in fp64, as integers may differ by rounding too: of a quantised output
             difference = apart(ours.double(), torch.as_tensor(theirs).double(), 1.0)
-            found[rows] = max(found[rows], difference)
+            differences[rows] = max(differences[rows], difference)
             if not difference <= LIMIT:
                 what = f"{name} differs by {difference:.1e} from PyTorch at batch {rows}"
                 raise RunError(f"out=FILE.onnx: {what}, more than {LIMIT:g}; nothing was written")
-    return found
+    return differences
 
 
 def scale_of(values: torch.Tensor) -> float:
@@ -160,11 +160,11 @@ def scale_of(values: torch.Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-MOST_ROWS = 64  # of a batch of the engine
+ENGINE_ROWS = 64  # the most of a batch of the engine
 OFTEN = ROWS  # the batch that it is tuned for
 
 
-def check_tensorrt(place: str) -> None:
+def check_tensorrt(directory: str) -> None:
     """Raise ConfigError, with the commands for another machine, without a GPU and the package."""
     missing = "" if torch.cuda.is_available() else "an NVIDIA GPU, and torch sees none here"
     try:
@@ -172,7 +172,7 @@ def check_tensorrt(place: str) -> None:
     except ImportError:
         missing = missing or "pip install tensorrt"
     if missing:
-        export = f"python -m trainer.use {shlex.quote(place)} out=model.onnx"
+        export = f"python -m trainer.use {shlex.quote(directory)} out=model.onnx"
         shapes = " ".join(f"--{end}Shapes=<input>:<shape>" for end in ("min", "opt", "max"))
         build = f"trtexec --onnx=model.onnx --saveEngine=model.engine {shapes}"
         there = f"run here: {export}; on a machine with a GPU: {build}"
@@ -192,7 +192,7 @@ def build_engine(trained: ExportModel, flat: Flat, graph: Path, path: Path) -> l
         raise RunError(f"out=FILE.engine: the graph cannot be read: {errors[:300]}")
     profile = builder.create_optimization_profile()
     for name, tensor in zip(flat.inputs, tensors_in(trained.inputs), strict=True):
-        shapes = [(rows, *tensor.shape[1:]) for rows in (1, OFTEN, MOST_ROWS)]
+        shapes = [(rows, *tensor.shape[1:]) for rows in (1, OFTEN, ENGINE_ROWS)]
         profile.set_shape(name, *shapes)
     settings = builder.create_builder_config()
     settings.clear_flag(trt.BuilderFlag.TF32)
@@ -202,7 +202,7 @@ def build_engine(trained: ExportModel, flat: Flat, graph: Path, path: Path) -> l
         raise RunError("out=FILE.engine: the engine cannot be built; see the lines above")
     path.write_bytes(bytes(engine))
     name = torch.cuda.get_device_name()
-    return [f"engine for {name}, batches of 1 to {MOST_ROWS} rows; its outputs were not compared"]
+    return [f"engine for {name}, batches of 1 to {ENGINE_ROWS} rows; its outputs were not compared"]
 
 
 FORMS = {".onnx": "onnx", ".safetensors": "safetensors", ".engine": "tensorrt"}
@@ -256,8 +256,8 @@ def _write(form: str, trained: ExportModel, path: Path) -> list[str]:
     else:
         graph = path.with_suffix(".onnx")
         flat = write_graph(trained, graph, facts)
-        found = compare(trained, flat, graph)
-        each = ", ".join(f"{value:.1e} at batch {rows}" for rows, value in found.items())
+        differences = compare(trained, flat, graph)
+        each = ", ".join(f"{value:.1e} at batch {rows}" for rows, value in differences.items())
         scale = max(map(scale_of, flat(*tensors_in(trained.inputs))))
         relative = f" (relative to the largest output, {scale:.3g})" if scale > 1 else ""
         lines = [f"largest difference to PyTorch on examples of the data: {each}{relative}"]
@@ -279,14 +279,14 @@ def _write(form: str, trained: ExportModel, path: Path) -> list[str]:
     return lines
 
 
-def write_stored(place: Path, target: Path) -> int:
+def write_stored(directory: Path, target: Path) -> int:
     """Write the newest valid checkpoint's weights to a safetensors file; return the exit code.
 
     Averaged weights (run.ema_decay) are written too, as ema.<name>. One tensor is read and written
     at a time, and the task is not built.
     """
     check_new(f"out={target}", target)
-    is_one = (place / checkpoint.MANIFEST).is_file()
+    is_one = (directory / checkpoint.MANIFEST).is_file()
 
     def read(path: Path) -> tuple[Any, Any]:
         loaded = checkpoint.load(path)
@@ -294,15 +294,15 @@ def write_stored(place: Path, target: Path) -> int:
         content.hold()
         return loaded.manifest, content.sources
 
-    root = place / "checkpoints"
+    root = directory / "checkpoints"
     if not is_one and not checkpoint.steps(root):
-        raise ConfigError(f"{place}: has no checkpoints; give a run directory")
-    found, skipped = (read(place), []) if is_one else checkpoint.find_newest(root, read)
+        raise ConfigError(f"{directory}: has no checkpoints; give a run directory")
+    newest, skipped = (read(directory), []) if is_one else checkpoint.find_newest(root, read)
     for line in skipped:
         print(line)
-    if found is None:
+    if newest is None:
         raise CheckpointError(f"{root}: no checkpoint is valid")
-    manifest, sources = found
+    manifest, sources = newest
     step = manifest["step"]
     facts = {"step": str(step), "run": str(manifest["run"])}
     num_tensors = _write_tensors(sources, facts, target)

@@ -88,13 +88,13 @@ def _name_inputs(model: nn.Module, example: Any) -> list[str]:
     """Return the names of the tensors: a dict's keys, or the parameters of forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    declared = [parameter.name for parameter in parameters if parameter.kind in kinds]
     names = []
     for path, leaf in tree_flatten_with_path(example)[0]:
         if isinstance(leaf, torch.Tensor):
-            place = getattr(path[0], "idx", None) if path else 0
-            if place is not None:  # the tensor itself, or an item of a tuple
-                head = known[place] if place < len(known) else f"input_{place}"
+            position = getattr(path[0], "idx", None) if path else 0
+            if position is not None:  # the tensor itself, or an item of a tuple
+                head = declared[position] if position < len(declared) else f"input_{position}"
                 names.append(".".join(filter(None, [head, _name(path[1:])])))
             else:
                 names.append(_name(path))
@@ -121,15 +121,15 @@ class ExportModel:
     @torch.no_grad()
     def names_with_batch(self, flat: Flat) -> set[str]:
         """Return the inputs and outputs whose first axis is the batch."""
-        found = set()
+        batched = set()
         few = max(1, self.rows - 1)
         pairs = [(flat.inputs, lambda inputs: inputs), (flat.outputs, lambda inputs: flat(*inputs))]
         for names, make in pairs:
             one, other = (make(tensors_in(first_rows(self.inputs, n))) for n in (self.rows, few))
             for name, a, b in zip(names, one, other, strict=True):
                 if a.dim() and b.dim() and (len(a), len(b)) == (self.rows, few):
-                    found.add(name)
-        return found
+                    batched.add(name)
+        return batched
 
 
 def load_trained(task: Trainer) -> ExportModel:
@@ -142,12 +142,12 @@ def load_trained(task: Trainer) -> ExportModel:
 
 
 # The hooks that make an example into the model's inputs, in the order in which they are called.
-STEPS = {
+INPUT_STEPS = {
     "collate": "joins examples of the dataset to a batch",
     "split_batch": "divides a batch into inputs and targets",
     "augment": "prepares both; outside of training with train=False",
 }
-PLAIN = (bool, int, float, str, tuple, list, dict)  # constants to show
+SHOWN_TYPES = (bool, int, float, str, tuple, list, dict)  # constants to show
 
 
 def describe(
@@ -215,10 +215,10 @@ def _example(task: Task) -> str:
 def _steps(task: Task) -> list[str]:
     """Return the source of each step that the task itself defines."""
     parts = []
-    for name, what in STEPS.items():
+    for name, what in INPUT_STEPS.items():
         method = getattr(type(task), name)
         if method is getattr(Task, name):
-            parts.append(f"- `{name}` is Lockstep's own, which {DEFAULTS[name]}.")
+            parts.append(f"- `{name}` is Lockstep's own, which {DEFAULT_STEPS[name]}.")
             continue
         parts.append(f"- `{name}` {what}:\n\n{_code([_source_of(method)])}")
     return parts
@@ -227,23 +227,23 @@ def _steps(task: Task) -> list[str]:
 def _used(task: Task) -> list[str]:
     """Return the functions and constants that these steps use, from the task's own files."""
     kind = type(task)
-    pending = [inspect.unwrap(getattr(kind, name)) for name in STEPS]
+    pending = [inspect.unwrap(getattr(kind, name)) for name in INPUT_STEPS]
     pending = [method for method in pending if method.__module__ != Task.__module__]
-    known = {method.__code__ for method in pending}
-    found: dict[str, str] = {}
+    visited = {method.__code__ for method in pending}
+    sources: dict[str, str] = {}
     while pending:
         user = pending.pop()
         for name in names_in(user.__code__):
             own = getattr(kind, name, None) if not hasattr(Task, name) else None
             value = inspect.unwrap(user.__globals__.get(name, own))
             if inspect.isfunction(value) and value.__module__ == user.__module__:
-                if value.__code__ not in known:
-                    known.add(value.__code__)
+                if value.__code__ not in visited:
+                    visited.add(value.__code__)
                     pending.append(value)
-                    found[name] = _source_of(value)
-            elif isinstance(value, PLAIN) and name in user.__globals__:
-                found[name] = f"{name} = {value!r}"
-    parts = [f"These steps use:\n\n{_code(found.values())}"] if found else []
+                    sources[name] = _source_of(value)
+            elif isinstance(value, SHOWN_TYPES) and name in user.__globals__:
+                sources[name] = f"{name} = {value!r}"
+    parts = [f"These steps use:\n\n{_code(sources.values())}"] if sources else []
     options = task.config.task.options
     return [*parts, f"`self.options` of the run:\n\n{_code([str(options)])}"] if options else parts
 
@@ -259,7 +259,7 @@ def _code(parts: Iterable[str]) -> str:
     return "```python\n" + "\n\n\n".join(parts) + "\n```"
 
 
-DEFAULTS = {
+DEFAULT_STEPS = {
     "collate": "stacks the examples",
     "split_batch": "takes a pair (inputs, targets)",
     "augment": "changes nothing",

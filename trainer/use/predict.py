@@ -32,15 +32,21 @@ def predict(config: Config, out: Path) -> int:
     from trainer.core.engine.evaluation import Evaluator
     from trainer.core.loop.training import examine
 
-    found = examine(task, Evaluator.predict)
+    predictions = examine(task, Evaluator.predict)
     if task.world.rank:
         return 0
-    if not found:
+    if not predictions:
         raise ConfigError(f"build_dataset({split!r}) returned 0 examples; choose another split")
-    _write(out, found)
-    rows = len(next(iter(found.values())))
-    facts = {"file": out, "step": task.step, "split": split, "examples": rows, "names": [*found]}
-    line = f"{counted(rows, 'example')} of {split}, {', '.join(found)}: {out}"
+    _write(out, predictions)
+    rows = len(next(iter(predictions.values())))
+    facts = {
+        "file": out,
+        "step": task.step,
+        "split": split,
+        "examples": rows,
+        "names": [*predictions],
+    }
+    line = f"{counted(rows, 'example')} of {split}, {', '.join(predictions)}: {out}"
     return answer(0, "written", facts, lambda: print(line))
 
 
@@ -53,14 +59,14 @@ def _find_writer(out: Path) -> Callable[[Any, Tensors], None]:
     return WRITERS[out.suffix]
 
 
-def _write(out: Path, found: Tensors) -> None:
+def _write(out: Path, predictions: Tensors) -> None:
     """Write a file as a whole, or not at all."""
     writer = _find_writer(out)
-    for name, tensor in found.items():
+    for name, tensor in predictions.items():
         if out.suffix != ".npz" and (name == "index" or tensor.is_complex()):
             why = "is the number of the row here" if name == "index" else "is complex"
             raise ConfigError(f"predict(outputs) returned {name}, which {why}; use out=FILE.npz")
-    plain = {name: t if _is_in_numpy(t.dtype) else t.float() for name, t in found.items()}
+    plain = {name: t if _is_in_numpy(t.dtype) else t.float() for name, t in predictions.items()}
     part = out.with_name(f".predictions-{secrets.token_hex(4)}")
     with interrupted_by_sigterm():
         try:
@@ -82,19 +88,21 @@ def _is_in_numpy(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or (dtype.itemsize > 1 and dtype is not torch.bfloat16)
 
 
-def _write_arrays(file: Any, found: Tensors) -> None:
+def _write_arrays(file: Any, predictions: Tensors) -> None:
     import numpy
 
     with zipfile.ZipFile(file, "w") as archive:  # as numpy.savez, which cannot take any name
-        for name, tensor in found.items():
+        for name, tensor in predictions.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 numpy.lib.format.write_array(entry, tensor.numpy(), allow_pickle=False)
 
 
-def _write_lines(file: Any, found: Tensors) -> None:
-    columns = [_finite(t.tolist()) if t.is_floating_point() else t.tolist() for t in found.values()]
+def _write_lines(file: Any, predictions: Tensors) -> None:
+    columns = [
+        _finite(t.tolist()) if t.is_floating_point() else t.tolist() for t in predictions.values()
+    ]
     for index, values in enumerate(zip(*columns, strict=True)):
-        line = {"index": index, **dict(zip(found, values, strict=True))}
+        line = {"index": index, **dict(zip(predictions, values, strict=True))}
         file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
@@ -105,11 +113,11 @@ def _finite(values: Any) -> Any:
     return values if math.isfinite(values) else None
 
 
-def _write_table(file: Any, found: Tensors) -> None:
+def _write_table(file: Any, predictions: Tensors) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    columns = {"index": torch.arange(len(next(iter(found.values())))), **found}
+    columns = {"index": torch.arange(len(next(iter(predictions.values())))), **predictions}
     plain = {name: t.numpy() if t.dim() == 1 else t.tolist() for name, t in columns.items()}
     parquet.write_table(pyarrow.table(plain), file)
 

@@ -21,7 +21,10 @@ from trainer.verify.layouts import choose_layouts, list_left_out, prove_layouts,
 
 RESUME = "--resume"
 BITS = "--bits"
-WORDS = {True: {"steps", "kills", "seed"}, False: {"steps", "layouts"}}  # with and without --resume
+VERB_WORDS = {
+    True: {"steps", "kills", "seed"},
+    False: {"steps", "layouts"},
+}  # with and without --resume
 
 
 def verify(arguments: Sequence[str], folder: Path) -> int:
@@ -43,8 +46,8 @@ def verify(arguments: Sequence[str], folder: Path) -> int:
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
     device = task.world.device
-    if (given := config.strategy.precision) in OPEN:
-        is_taken = takes_bf16(given, accelerator.is_used(device))
+    if (precision := config.strategy.precision) in OPEN:
+        is_taken = takes_bf16(precision, accelerator.is_used(device))
         chosen = choose_precision(is_taken and is_bf16_native(device))
         overrides = [*overrides, f"strategy.precision={chosen}"]
         config = load_config(overrides, config_dirs)
@@ -96,9 +99,9 @@ def _divide(
     words: Sequence[str], is_resume: bool, config_dirs: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return (the arguments of this verb by name, the overrides of the configuration)."""
-    own, overrides = take_words(words, WORDS[True] | WORDS[False], config_dirs)
+    own, overrides = take_words(words, VERB_WORDS[True] | VERB_WORDS[False], config_dirs)
     for name in own:
-        if name not in WORDS[is_resume]:
+        if name not in VERB_WORDS[is_resume]:
             how = "without" if is_resume else "with"
             word = f"{name}={own[name]}"
             raise ConfigError(f"{word}: is only valid {how} --resume; leave it out")

@@ -21,8 +21,8 @@ from trainer.core.strategy.tensor_shards import slices
 from trainer.startup_checks.rank_agreement import CallDigest
 from trainer.startup_checks.unsaved import AttributeSnapshot, of_dataset
 
-OF_A_PROBE = 4096  # elements of each tensor that are kept
-OF_A_STEP = 64  # of each of its examples
+ELEMENTS_OF_A_PROBE = 4096  # elements of each tensor that are kept
+ELEMENTS_OF_A_STEP = 64  # of each of its examples
 
 Row = dict[str, list[float]]  # of one example: its elements by the tensor's name
 
@@ -47,21 +47,21 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def describe_difference(one: Row, other: Row, place: str) -> str:
+def describe_difference(one: Row, other: Row, origin: str) -> str:
     """Return the two values that differ most, `other` of them there; empty if all are equal."""
     for name in one.keys() & other.keys():
         sizes = len(one[name]), len(other[name])
         if sizes[0] != sizes[1]:
-            return f"{name} has {sizes[1]} elements there and {sizes[0]} on {place}"
+            return f"{name} has {sizes[1]} elements there and {sizes[0]} on {origin}"
     apart = [
-        (gap(a, b), name, number, a, b)
+        (gap(a, b), name, index, a, b)
         for name, values in one.items()
-        for number, (a, b) in enumerate(zip(values, other.get(name, []), strict=False))
+        for index, (a, b) in enumerate(zip(values, other.get(name, []), strict=False))
     ]
-    size, name, number, a, b = max(apart, key=itemgetter(0), default=(0.0, "", 0, 0.0, 0.0))
+    size, name, index, a, b = max(apart, key=itemgetter(0), default=(0.0, "", 0, 0.0, 0.0))
     if not size:
         return ""
-    return f"{name}[{number}] is {b:.9g} there and {a:.9g} on {place}, {size:.0e} apart"
+    return f"{name}[{index}] is {b:.9g} there and {a:.9g} on {origin}, {size:.0e} apart"
 
 
 PROBED = 8  # examples, the same on every rank
@@ -81,7 +81,7 @@ def probe(run: Run) -> Probe:
     return Probe(
         indices=indices.tolist(),
         digests=digest_rows(batch),
-        rows=rows_of(*batch, OF_A_PROBE),
+        rows=rows_of(*batch, ELEMENTS_OF_A_PROBE),
         changed_by_reading=changed_by_reading,
         is_torchs_dropout=config.run.dropout == "torch",
         batchnorms=[name for name, layer in layers.items() if _is_plain_batchnorm(layer)],
@@ -91,8 +91,8 @@ def probe(run: Run) -> Probe:
 
 
 def _is_plain_batchnorm(layer: nn.Module) -> bool:
-    known = (GroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, known)
+    special_types = (GroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, special_types)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -165,16 +165,16 @@ def join_shards(ranks: Sequence[Notes]) -> list[Notes]:
 
 def _laid_over(under: Tensors, parts: Tensors, boxes: dict[str, Any]) -> Tensors:
     """Return whole tensors, with the values of `parts` at the places of their boxes."""
-    made = dict(under)
+    tensors = dict(under)
     for name, part in parts.items():
         shape, places = boxes.get(name, (part.shape, [((0,) * part.dim(), part.shape)]))
-        whole = made[name].clone() if name in made else part.new_zeros(shape)
+        whole = tensors[name].clone() if name in tensors else part.new_zeros(shape)
         begin = 0
         for offset, size in places:
             whole[slices(offset, size)] = part[begin : begin + size[0]] if size else part
             begin += size[0] if size else 0
-        made[name] = whole
-    return made
+        tensors[name] = whole
+    return tensors
 
 
 @dataclass(frozen=True)

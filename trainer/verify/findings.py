@@ -44,16 +44,16 @@ def _explain_data(reference: Evidence, other: Evidence) -> str:
         return "the data sets differ in length: build_dataset must not depend on the rank"
     for name, probe in named:
         pairs = zip(first.digests, probe.digests, strict=True)
-        number = next((n for n, pair in enumerate(pairs) if not _is_close(*pair)), None)
-        if number is None:
+        row = next((n for n, pair in enumerate(pairs) if not _is_close(*pair)), None)
+        if row is None:
             continue
         depends = "the data set, or augment, depends on the rank"
         why = f"{depends} or draws unseeded random numbers"
         if probe.changed_by_reading:
             changed = ", ".join(probe.changed_by_reading)
             why = f"it depends on {changed} of the data set, which reading changes"
-        values = describe_difference(first.rows[number], probe.rows[number], "one rank")
-        return _joined(f"example {first.indices[number]} differs on {name}: {why}", values)
+        values = describe_difference(first.rows[row], probe.rows[row], "one rank")
+        return _joined(f"example {first.indices[row]} differs on {name}: {why}", values)
     return ""
 
 
@@ -74,16 +74,16 @@ def _explain_results(reference: Evidence, other: Evidence) -> str:
     """Return what differs for the same rows, by the name of the module, the loss or a gradient."""
     ranks = other.ranks
     steps = list(zip(*(notes.results for notes in ranks), strict=False))
-    for number, results in enumerate(steps):
-        is_trained = number > 0 and bool(_distances_of_ranks(other))
+    for index, results in enumerate(steps):
+        is_trained = index > 0 and bool(_distances_of_ranks(other))
         for rank, own in enumerate(results if not is_trained else ()):
-            if place := find_place(results[0], own):
-                return explain_results(rank, place)
+            if part := find_place(results[0], own):
+                return explain_results(rank, part)
     for alone, results in zip(reference.ranks[0].results[:1], steps, strict=False):
-        if place := find_place(alone, results[0]):
+        if part := find_place(alone, results[0]):
             why = "the same rows have another loss or gradient there: it depends on the layout"
             advice = "leave self.world, the environment and sizes of micro-batches out of it"
-            return f"{place} differs from one rank: {why}; {advice}"
+            return f"{part} differs from one rank: {why}; {advice}"
     return ""
 
 
@@ -151,10 +151,10 @@ EXACT = {"examples": 0.0, "gradients": 1e-6, "losses": 1e-8, "weights": 1e-6, "m
 # Below fp64 a limit is measured: so many times the distance of two equal layouts with another order
 # of summation, and at least a few roundings of a sum.
 TIMES = 10
-NOISE = 1e-6  # of the norm of all gradients or weights: a smaller one is rounding only
-MOST = 0.3  # a larger difference is none of rounding alone
+NOISE_OF_A_NORM = 1e-6  # of the norm of all gradients or weights: a smaller one is rounding only
+MOST_ROUNDING = 0.3  # a larger difference is none of rounding alone
 STILL = 1e-9  # a run whose weights move by less has learned nothing
-FLAT = 1e-6  # the same if its loss changes by less, relative to the largest loss
+FLAT_LOSS = 1e-6  # the same if its loss changes by less, relative to the largest loss
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,11 @@ def judge_reference(layout: str, precision: str, evidence: Evidence) -> Finding:
             curves.setdefault(name, []).append(value)
     name, losses = max(curves.items(), key=lambda curve: _spread(curve[1]), default=("", []))
     notes = evidence.ranks[0]
-    moved = max(norms_apart(notes.first_weights, notes.last_weights, NOISE).values(), default=0.0)
+    moved = max(
+        norms_apart(notes.first_weights, notes.last_weights, NOISE_OF_A_NORM).values(), default=0.0
+    )
     largest = max(map(abs, losses), default=1.0)
-    if moved > STILL and _spread(losses) > FLAT * largest:
+    if moved > STILL and _spread(losses) > FLAT_LOSS * largest:
         curve = f"{name.removeprefix('train/')} {losses[0]:.4f} -> {losses[-1]:.4f}"
         return Finding(layout, precision, REFERENCE, reason=curve)
     why = "nothing was learned; raise steps or optim.lr"
@@ -200,7 +202,9 @@ def measure_rounding(precision: str, reference: Evidence, other: Evidence) -> Di
     worst = {
         name: max(each.values(), default=0.0) for name, each in _measure(reference, other).items()
     }
-    limits = {name: min(MOST, max(least[name], TIMES * size)) for name, size in worst.items()}
+    limits = {
+        name: min(MOST_ROUNDING, max(least[name], TIMES * size)) for name, size in worst.items()
+    }
     return limits | {"examples": 0.0}
 
 
@@ -272,13 +276,13 @@ def _measure(reference: Evidence, other: Evidence) -> dict[str, Distances]:
             f"examples of step {step}": float(indices != examples.get(step))
             for step, indices in reference.examples.items()
         },
-        "gradients": norms_apart(first.gradients, last.gradients, NOISE),
+        "gradients": norms_apart(first.gradients, last.gradients, NOISE_OF_A_NORM),
         "losses": {
             f"{name} of step {step}": relative(value, losses.get((step, name)), 1e-12)
             for (step, name), value in reference.losses.items()
         },
         "weights": {
-            **norms_apart(first.last_weights, last.last_weights, NOISE),
+            **norms_apart(first.last_weights, last.last_weights, NOISE_OF_A_NORM),
             **_distances_of_ranks(other),
         },
         "metrics": {

@@ -32,7 +32,7 @@ from trainer.verify.findings import (
 )
 from trainer.verify.recorded_run import enter, followed
 
-FP64 = "fp64"
+FP64_NAME = "fp64"
 
 
 class TrialRuns:
@@ -49,7 +49,7 @@ class TrialRuns:
         self.steps = steps
         is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks accept float32 only
         self.precisions = {
-            FP64: ["strategy.comm_hook=none"] if is_compressed else [],
+            FP64_NAME: ["strategy.comm_hook=none"] if is_compressed else [],
             config.strategy.precision: [],
         }
         self._folder = folder
@@ -180,9 +180,9 @@ def _run_name(name: str, precision: str) -> str:
 
 
 LEAST_STEPS = 5  # checkpoints follow every second step: a kill in step 4 leaves one
-RANKS = 2  # of the uninterrupted run and of the killed runs
+RANKS_AT_FIRST = 2  # of the uninterrupted run and of the killed runs
 SAVES = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
-LOST = "state kept outside of model, optimizer and step, or unseeded random numbers"
+LOST_STATE = "state kept outside of model, optimizer and step, or unseeded random numbers"
 
 
 def prove_resume(stage: TrialRuns, kills: int, seed: int) -> list[Finding]:
@@ -196,21 +196,21 @@ def prove_resume(stage: TrialRuns, kills: int, seed: int) -> list[Finding]:
     chance = random.Random(seed)  # noqa: S311  # not for security
     findings = []
     for precision in stage.precisions:
-        whole = stage.train("undisturbed", RANKS, SAVES, [precision])[precision]
-        findings.append(judge_reference(f"uninterrupted, {RANKS} ranks", precision, whole))
-        sizes = [RANKS] * kills + ([1, 3] if precision == FP64 else [])
-        for number, ranks in enumerate(sizes):
-            of_all = f"in {precision}, {number + 1} of {len(sizes)}"
+        whole = stage.train("undisturbed", RANKS_AT_FIRST, SAVES, [precision])[precision]
+        findings.append(judge_reference(f"uninterrupted, {RANKS_AT_FIRST} ranks", precision, whole))
+        sizes = [RANKS_AT_FIRST] * kills + ([1, 3] if precision == FP64_NAME else [])
+        for run_number, ranks in enumerate(sizes):
+            of_all = f"in {precision}, {run_number + 1} of {len(sizes)}"
             step = chance.randrange(LEAST_STEPS - 2, stage.steps)
-            killed = chance.randrange(RANKS)
+            killed = chance.randrange(RANKS_AT_FIRST)
             layout = f"rank {killed} killed in step {step + 1}, resumed on {ranks}"
             print(f"{layout} ({of_all}) ...", file=sys.stderr, flush=True)
-            name = f"killed-{number}"
-            if not stage.train_and_kill(name, RANKS, SAVES, precision, step, killed):
+            name = f"killed-{run_number}"
+            if not stage.train_and_kill(name, RANKS_AT_FIRST, SAVES, precision, step, killed):
                 raise RunError(f"{layout}: the run ended before it was killed")
             overrides = [*SAVES, "run.resume=auto"]
             resumed = stage.train(name, ranks, overrides, [precision], is_apart=ranks == 1)
-            same = ranks == RANKS
+            same = ranks == RANKS_AT_FIRST
             findings.append(_compare(layout, precision, whole, resumed[precision], same))
     return findings
 
@@ -226,7 +226,7 @@ def _compare(
     reference = whole.of_steps(steps)
     finding = compare(layout, precision, reference, resumed.of_steps(steps))
     if finding.result == DIFFERENT:  # its probe used other weights, so it explains nothing
-        return replace(finding, reason=LOST)
+        return replace(finding, reason=LOST_STATE)
     if not is_exact or finding.result != AGREES:
         return finding
-    return judge_bits(finding, reference, resumed, LOST)
+    return judge_bits(finding, reference, resumed, LOST_STATE)

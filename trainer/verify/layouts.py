@@ -26,9 +26,9 @@ from trainer.verify.findings import (
     measure_rounding,
     rounding,
 )
-from trainer.verify.layout_runs import FP64, TrialRuns
+from trainer.verify.layout_runs import FP64_NAME, TrialRuns
 
-NARROWEST = ("fp16", "bf16", "fp32", FP64)
+NARROWEST = ("fp16", "bf16", "fp32", FP64_NAME)
 ONCE = ["checkpoint.every_epochs=null", "checkpoint.every_steps=null", "eval.every_epochs=null"]
 
 
@@ -154,8 +154,8 @@ def prove_layouts(
     reference, limits = _train_reference(stage, every, is_bits)
     findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
     threads = _OtherThreads(stage, reference)
-    for number, layout in enumerate(every, 1):
-        where = f"layout {layout.name} ({number} of {len(every)})"
+    for layout_number, layout in enumerate(every, 1):
+        where = f"layout {layout.name} ({layout_number} of {len(every)})"
         print(f"training in {where} ...", file=sys.stderr, flush=True)
         overrides = [*ONCE, *layout.overrides]
         try:
@@ -165,23 +165,23 @@ def prove_layouts(
                 raise
             print(f"left out: {error}")
             continue
-        found: dict[str, Finding] = {}
+        findings_by_precision: dict[str, Finding] = {}
         for precision in reference:
             pair = (reference[precision], evidence[precision])
             if is_bits:
-                found[precision] = compare_bits(layout.name, precision, *pair)
+                findings_by_precision[precision] = compare_bits(layout.name, precision, *pair)
                 continue
             finding = compare(layout.name, precision, *pair, limits[precision])
-            if precision == FP64 and finding.result == DIFFERENT:
-                finding = threads.judge(finding, evidence[FP64])
-            exact = found.get(FP64)
+            if precision == FP64_NAME and finding.result == DIFFERENT:
+                finding = threads.judge(finding, evidence[FP64_NAME])
+            exact = findings_by_precision.get(FP64_NAME)
             if exact is not None and finding.result == DIFFERENT:
                 finding = replace(finding, reason="as in fp64")  # here rounding adds to it
                 if exact.result != DIFFERENT:
                     reason = rounding(reference[precision])
                     finding = replace(finding, result=ROUNDING, reason=reason)
-            found[precision] = finding
-        findings += found.values()
+            findings_by_precision[precision] = finding
+        findings += findings_by_precision.values()
     return findings
 
 
@@ -201,17 +201,19 @@ class _OtherThreads:
     @cached_property
     def _limits(self) -> Distances:
         print("measuring the rounding of fp64 ...", file=sys.stderr, flush=True)
-        again = self._stage.train("one-rank-again", 1, ONCE, [FP64])
-        if compare("one rank", FP64, self._reference[FP64], again[FP64], EXACT).is_bad:
+        again = self._stage.train("one-rank-again", 1, ONCE, [FP64_NAME])
+        if compare(
+            "one rank", FP64_NAME, self._reference[FP64_NAME], again[FP64_NAME], EXACT
+        ).is_bad:
             return EXACT
-        number = 1 if usable_cores() > 1 else 2
-        other = self._stage.train("one-rank-threads", 1, ONCE, [FP64], threads=number)
-        return measure_rounding(FP64, self._reference[FP64], other[FP64])
+        threads = 1 if usable_cores() > 1 else 2
+        other = self._stage.train("one-rank-threads", 1, ONCE, [FP64_NAME], threads=threads)
+        return measure_rounding(FP64_NAME, self._reference[FP64_NAME], other[FP64_NAME])
 
     def judge(self, finding: Finding, evidence: Evidence) -> Finding:
         """Return a difference as rounding if it is no larger than that of the threads."""
-        reference = self._reference[FP64]
-        if compare(finding.layout, FP64, reference, evidence, self._limits).is_bad:
+        reference = self._reference[FP64_NAME]
+        if compare(finding.layout, FP64_NAME, reference, evidence, self._limits).is_bad:
             return finding
         why = rounding(reference, "another number of threads on one rank changes as much")
         return replace(finding, result=ROUNDING, where="", reason=why)
@@ -239,9 +241,9 @@ def _train_reference(
     more = _estimate(seconds, layouts)
     ahead = f"it took {seconds:.0f} s; {counted(len(layouts), 'layout')} to try"
     print(f"{ahead}, about {more:.0f} s", file=sys.stderr, flush=True)
-    limits = {FP64: EXACT}
+    limits = {FP64_NAME: EXACT}
     narrowest = {p: evidence.ranks[0].narrowest for p, evidence in reference.items()}
-    rounded = [p for p in reference if (p, narrowest[p]) != (FP64, FP64)]
+    rounded = [p for p in reference if (p, narrowest[p]) != (FP64_NAME, FP64_NAME)]
     if rounded and not is_bits:
         print(f"measuring the rounding of {', '.join(rounded)} ...", file=sys.stderr, flush=True)
         other = stage.train("one-rank-reversed", 1, ONCE, rounded, is_reversed=True)
@@ -258,7 +260,7 @@ def _place(precision: str) -> int:
     return NARROWEST.index(precision) if precision in NARROWEST else 0
 
 
-GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
+DISTANCE_GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
 
 
 def show(findings: Sequence[Finding], steps: int, left_out: Mapping[str, str]) -> None:
@@ -270,10 +272,15 @@ def show(findings: Sequence[Finding], steps: int, left_out: Mapping[str, str]) -
         print(f"left out: {', '.join(names)} ({reason})")
     print(f"{steps} steps; largest relative difference from the reference")
     rows = [
-        (each.layout, each.precision, *[_cell(each, group) for group in GROUPS], each.result)
+        (
+            each.layout,
+            each.precision,
+            *[_cell(each, group) for group in DISTANCE_GROUPS],
+            each.result,
+        )
         for each in findings
     ]
-    print_table(("layout", "precision", *GROUPS, "result"), rows)
+    print_table(("layout", "precision", *DISTANCE_GROUPS, "result"), rows)
     for finding in findings:
         if finding.reason or finding.where:
             about = f"{finding.layout}, {finding.precision}: {finding.result}"

@@ -38,10 +38,10 @@ from trainer.core.same.distance import digest_rows
 from trainer.core.trainer import active_run
 from trainer.startup_checks import StartupChecks
 from trainer.startup_checks.mismatch import NarrowestDtype
-from trainer.verify.evidence import OF_A_STEP, Notes, Tensors, probe, rows_of
+from trainer.verify.evidence import ELEMENTS_OF_A_STEP, Notes, Tensors, probe, rows_of
 
-NAME = "progress"
-POLL_S = 0.2
+PROGRESS_FILE = "progress"
+PROGRESS_POLL_S = 0.2
 EVERY_S = 10.0  # between two lines
 LONG_S = 20.0  # a shorter estimate is not told
 
@@ -49,7 +49,7 @@ LONG_S = 20.0  # a shorter estimate is not told
 def note_step(folder: Path, step: int) -> None:
     """Note, on rank 0, that a step is done."""
     with suppress(OSError):
-        (folder / NAME).write_text(str(step), encoding="utf-8")
+        (folder / PROGRESS_FILE).write_text(str(step), encoding="utf-8")
 
 
 def tell(line: str) -> None:
@@ -62,7 +62,7 @@ def followed(folder: Path, steps: int, num_runs: int, in_all: float) -> Iterator
 
     As soon as the time of a step is known, tell what `in_all` such layouts will take, unless 0.
     """
-    path = folder / NAME
+    path = folder / PROGRESS_FILE
     path.unlink(missing_ok=True)
     is_over = threading.Event()
     follower = threading.Thread(
@@ -81,7 +81,7 @@ def _follow(path: Path, steps: int, num_runs: int, in_all: float, is_over: threa
     told = time.monotonic()
     began = 0.0  # when two steps were done: the first compiles, and each of them is checked
     begun = told
-    while not is_over.wait(POLL_S):
+    while not is_over.wait(PROGRESS_POLL_S):
         last = step
         with suppress(OSError, ValueError):
             step = int(path.read_text(encoding="utf-8"))
@@ -138,9 +138,9 @@ def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> Non
     """Run `main` in a forked process as a rank; what it writes to stderr is added to `log`."""
     os.environ.clear()
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    for number, path in ((1, os.devnull), (2, log)):
+    for stream_descriptor, path in ((1, os.devnull), (2, log)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(descriptor, number)
+        os.dup2(descriptor, stream_descriptor)
         os.close(descriptor)
     gc.freeze()  # collections skip what is inherited: saves 0.35 of a rank's 5 s
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -207,8 +207,8 @@ class StepRecorder:
         if step + 1 == run.num_steps:
             shards = engine.strategy.tensors.shards()
             checks = inspection_of(run)
-            found = [*checks.found, engine.strategy.finding, *checks.told]
-            notes.finding = next(filter(None, found), "")
+            lines = [*checks.found, engine.strategy.finding, *checks.told]
+            notes.finding = next(filter(None, lines), "")
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 
@@ -218,7 +218,7 @@ class StepRecorder:
             return
         keys = [f"{random.epoch}/{index}" for index in random.indices.tolist()]
         self.notes.digests |= zip(keys, digest_rows((inputs, targets)), strict=True)
-        self.notes.rows |= zip(keys, rows_of(inputs, targets, OF_A_STEP), strict=True)
+        self.notes.rows |= zip(keys, rows_of(inputs, targets, ELEMENTS_OF_A_STEP), strict=True)
 
     def _update(
         self,

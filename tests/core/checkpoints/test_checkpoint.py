@@ -21,7 +21,7 @@ from harness import stored
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints import transaction as checkpoint
 from trainer.core.checkpoints.disk import replace_file
-from trainer.core.checkpoints.tensor_files import KINDS
+from trainer.core.checkpoints.tensor_files import TENSOR_KINDS
 from trainer.core.errors import CheckpointError, RunError
 from trainer.core.strategy.tensor_shards import Shard
 
@@ -50,8 +50,8 @@ def save(root: Path, step: int, metric: float | None = None, **more) -> Path:
     given = content(step)
     parts = []
     for rank in (0, 1):
-        parts.append({kind: {} for kind in KINDS})
-        for kind in KINDS:
+        parts.append({kind: {} for kind in TENSOR_KINDS})
+        for kind in TENSOR_KINDS:
             for name, tensor in given[kind].items():
                 part = Shard.whole(tensor, rank == 0)
                 if tensor.dim():

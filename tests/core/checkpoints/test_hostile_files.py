@@ -82,7 +82,7 @@ def write(root, contents, raw=None, **facts):
     }
     for name, data in contents.items():
         (path / name).write_bytes(data)
-    manifest = {"format": checkpoint.FORMAT, "step": 1, "files": entries, **facts}
+    manifest = {"format": checkpoint.CHECKPOINT_FORMAT, "step": 1, "files": entries, **facts}
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     text = raw(manifest) if raw else json.dumps(manifest)
     (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))

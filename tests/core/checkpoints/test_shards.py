@@ -324,9 +324,9 @@ def state(dtype=torch.float32):
 def halves(content, ranks=2):
     """Return the shards of some ranks that divide each matrix by rows."""
     parts = []
-    places = [(kind, name) for kind in tensor_files.KINDS for name in content[kind]]
+    places = [(kind, name) for kind in tensor_files.TENSOR_KINDS for name in content[kind]]
     for rank in range(ranks):
-        parts.append({kind: {} for kind in tensor_files.KINDS})
+        parts.append({kind: {} for kind in tensor_files.TENSOR_KINDS})
         for kind, name in places:
             tensor = content[kind][name]
             shard = Shard.whole(tensor, rank == 0)
@@ -361,7 +361,7 @@ def test_every_rank_reads_the_same_tensors(is_seen, tmp_path):
         restored, skipped = read_on_all_ranks(group, lambda: ([path], True))
         found = restored.content
         boxes = {}
-        for kind in tensor_files.KINDS:
+        for kind in tensor_files.TENSOR_KINDS:
             source = found.sources[kind]
             for name, shape in source.shapes().items():
                 if kind == "optimizer" and (group.world.rank == 1 or name.endswith("step")):
@@ -393,11 +393,11 @@ def test_parts_of_all_ranks_are_gathered_on_rank_0(tmp_path):
         return {kind: gather(shards, group) for kind, shards in own.items()}
 
     first, *others = in_group(3, body)
-    for kind in tensor_files.KINDS:
+    for kind in tensor_files.TENSOR_KINDS:
         found = {name: shard.tensor for name, shard in first[kind].items()}
         stored.check_same_bits(dict(sorted(found.items())), dict(sorted(content[kind].items())))
         assert all(shard.is_written for shard in first[kind].values())
-    assert others == [{kind: {} for kind in tensor_files.KINDS}] * 2
+    assert others == [{kind: {} for kind in tensor_files.TENSOR_KINDS}] * 2
 
 
 # Export -------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_epoch_started_in_the_middle_is_the_tail_of_the_whole(start):
 def test_order_does_not_depend_on_the_block_computed_ahead(block, monkeypatch):
     plan = BatchPlan(203, 22, 4, 3)
     expected = [steps_of(plan, 1, start) for start in (0, 4)]
-    monkeypatch.setattr(order, "BLOCK", block)
+    monkeypatch.setattr(order, "POSITIONS_AT_ONCE", block)
     assert [steps_of(plan, 1, start) for start in (0, 4)] == expected
 
 

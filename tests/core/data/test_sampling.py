@@ -25,7 +25,7 @@ from trainer import (
     Weighted,
 )
 from trainer.core.data.sampling import mixture
-from trainer.core.data.sampling.mixture import LONGEST, _pattern, _shares
+from trainer.core.data.sampling.mixture import LONGEST_PATTERN, _pattern, _shares
 from trainer.core.data.sampling.shard_order import ShardShuffle
 
 WORDS = [
@@ -167,7 +167,7 @@ def test_a_pattern_is_within_one_example_of_its_proportions_at_any_place(proport
 def test_fine_proportions_are_kept_within_three_examples_of_a_million(proportions):
     shares = _shares(proportions)
     assert _shares(shares) == shares  # as a saved sampling restores them
-    assert sum(shares) <= LONGEST
+    assert sum(shares) <= LONGEST_PATTERN
     for share, wanted in zip(shares, proportions, strict=True):
         error = abs(share / sum(shares) - float(wanted) / float(sum(proportions)))
         assert error <= (3e-6 if min(proportions) > 1e-5 else 2e-5)

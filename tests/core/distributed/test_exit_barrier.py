@@ -22,7 +22,7 @@ from trainer.train import main
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in {"NOTICE_S": 0.1, "POLL_S": 0.05, "RELEASE_S": 0.4}.items():
+    for name, seconds in {"NOTICE_S": 0.1, "BARRIER_POLL_S": 0.05, "RELEASE_S": 0.4}.items():
         monkeypatch.setattr(exit_barrier, name, seconds)
 
 

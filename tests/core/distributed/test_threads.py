@@ -16,7 +16,10 @@ from trainer.core.distributed.launchers import MARK
 from trainer.core.distributed.world import World
 from trainer.core.record import startup
 
-SAY = "from trainer.core.distributed.threads import is_chosen; print('chosen:', is_chosen())"
+# by one write: ranks share a pipe
+SAY = """import os
+from trainer.core.distributed.threads import is_chosen
+os.write(1, f'chosen: {is_chosen()}\\n'.encode())"""
 # an agent that sets the default as torchrun does, and starts a rank by way of a shell
 AGENT = """
 import os, subprocess, sys

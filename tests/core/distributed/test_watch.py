@@ -318,8 +318,8 @@ WAITING = """import faulthandler, os, signal, struct, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from trainer.core.distributed.watch import process_table, watcher
 memory = os.memfd_create("heartbeat")
-os.ftruncate(memory, watcher.SIZE)
-os.lseek(memory, watcher.SIZE, os.SEEK_SET)
+os.ftruncate(memory, watcher.MMAP_BYTES)
+os.lseek(memory, watcher.MMAP_BYTES, os.SEEK_SET)
 faulthandler.register(watcher.DUMP, file=memory, all_threads=False)
 fields = [0.0] * watcher.FIELDS
 fields[watcher.PHASE] = watcher.Phase.COMPUTE

@@ -49,7 +49,7 @@ def test_an_observer_hears_of_logs_evaluations_checkpoints_and_the_end(tmp_path)
 def test_an_observer_that_fails_is_named_and_the_run_goes_on(
     name, why, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(trackers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(trackers, "OBSERVER_PATIENCE_S", 0.2)
     plain = fit_on(1, tmp_path / "plain", *WORDS)
     begun = time.monotonic()
     run = fit_on(

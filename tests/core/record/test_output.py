@@ -132,7 +132,7 @@ def in_a_child(body):
 
 
 def test_a_reader_that_does_not_read_delays_a_run_once_and_is_told_what_it_lost(monkeypatch):
-    monkeypatch.setattr("trainer.core.process.streams.WAIT_S", 0.3)
+    monkeypatch.setattr("trainer.core.process.streams.READER_WAIT_S", 0.3)
 
     def body():
         reader, place = os.pipe()

@@ -92,7 +92,7 @@ def test_the_host_waits_for_no_count_of_a_language_model(tmp_path, monkeypatch):
     for _, _, _, waits in count(1, tmp_path, *OF_CHATS):
         lines = [text[int(place.rpartition(":")[2]) - 1] for what, place in waits if what != WAIT]
         assert len(lines) <= 2  # micro-batches
-        assert all("self.base.base_model(**given)" in line for line in lines), waits
+        assert all("self.base.base_model(**inputs)" in line for line in lines), waits
 
 
 LAUNCHES = [([], 40), (["task.options.norm=true"], 50), (["task.options.dropout=0.1"], 46)]

@@ -80,10 +80,10 @@ class FileContents(Mapping[str, bytes]):
     def __getitem__(self, name: str) -> bytes:
         """Read a file. Raises CheckpointError if a byte differs from what was written."""
         entry = self._entries[name]
-        place = self.place(name)
-        with _errors_named(place):
-            size, data = read_sized(place, entry["bytes"])
-        _check(entry, place, size, hashlib.sha256(data).hexdigest())
+        path = self.place(name)
+        with _errors_named(path):
+            size, data = read_sized(path, entry["bytes"])
+        _check(entry, path, size, hashlib.sha256(data).hexdigest())
         return data
 
     def place(self, name: str) -> Path:
@@ -113,29 +113,29 @@ class FileContents(Mapping[str, bytes]):
         """Read files block by block. Raises CheckpointError if a byte has changed."""
         for name in names:
             entry = self._entries[name]
-            place = self.place(name)
-            with _errors_named(place):
-                found = digest_file(place, entry["bytes"])
-            _check(entry, place, *found)
+            path = self.place(name)
+            with _errors_named(path):
+                size_and_digest = digest_file(path, entry["bytes"])
+            _check(entry, path, *size_and_digest)
 
 
 @contextmanager
-def _errors_named(place: Path) -> Iterator[None]:
+def _errors_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{place!s}: {getattr(error, 'strerror', error)}") from None
+        raise CheckpointError(f"{path!s}: {getattr(error, 'strerror', error)}") from None
 
 
 def cannot_fetch(error: Exception) -> RunError:
     return RunError(f"{error}; check the network and the disk, and start again")
 
 
-def _check(entry: Mapping[str, Any], place: object, size: int, sha256: str) -> None:
+def _check(entry: Mapping[str, Any], path: object, size: int, sha256: str) -> None:
     if size != entry["bytes"]:
-        raise CheckpointError(f"{place}: {size} bytes, {entry['bytes']} were written")
+        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} were written")
     if sha256 != entry["sha256"]:
-        raise CheckpointError(f"""{place}:
+        raise CheckpointError(f"""{path}:
             its SHA-256 differs from the manifest's, so bits have changed""")
 
 
@@ -168,9 +168,9 @@ class Disk:
 
     def report(self, error: OSError, doing: str, need: int = 0) -> None:
         """End the run, or warn once for each kind of error. `need` is a number of bytes."""
-        place = error.filename or self._directory
+        path = error.filename or self._directory
         fact, cure = self._explain(error, need)
-        line = f"{place}: {error.strerror or error} while {doing}; {fact}"
+        line = f"{path}: {error.strerror or error} while {doing}; {fact}"
         kind = (doing.split(" step ")[0], error.errno)
         if self._stops:
             self.failure = RunError(f"""{line};
@@ -208,8 +208,8 @@ class Disk:
 
     def bear(self, error: OSError, doing: str) -> None:
         """Warn, once for each kind of error, about a part that the run can do without."""
-        place = error.filename or self._directory
-        line = f"{place}: {error.strerror or error} while {doing}; the run continues without it"
+        path = error.filename or self._directory
+        line = f"{path}: {error.strerror or error} while {doing}; the run continues without it"
         self._warn((doing, error.errno), line)
 
     def tell(self, line: str) -> None:

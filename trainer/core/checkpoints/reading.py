@@ -14,8 +14,8 @@ import torch
 
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints.disk import cannot_fetch
-from trainer.core.checkpoints.tensor_files import INDEX, KINDS, box_name, check_index
-from trainer.core.checkpoints.transaction import TRIES, CheckpointFiles, Manifest, is_gone
+from trainer.core.checkpoints.tensor_files import INDEX, TENSOR_KINDS, box_name, check_index
+from trainer.core.checkpoints.transaction import LISTING_TRIES, CheckpointFiles, Manifest, is_gone
 from trainer.core.codec import DTYPES, dtype_of, name_of
 from trainer.core.config import copies
 from trainer.core.config.plain_files import parse_json
@@ -62,11 +62,11 @@ class FileTensors:
         self,
         folder: Path,
         entries: Mapping[str, Mapping[str, Any]],
-        place: Callable[[str], Path] | None = None,
+        path_of: Callable[[str], Path] | None = None,
     ):
-        """`place` returns the path of a file, which it may have to fetch."""
+        """`path_of` returns the path of a file, which it may have to fetch."""
         self._folder = folder
-        self._place = place or folder.joinpath
+        self._place = path_of or folder.joinpath
         self._entries = entries
         self._opened: dict[str, Any] = {}  # opening parses the names of all tensors
 
@@ -83,7 +83,7 @@ class FileTensors:
         whole = torch.empty(list(size), dtype=DTYPES[entry["dtype"]])
         seen: Counter[str] = Counter()
         for file, first, length in entry["parts"]:
-            number = seen[file]
+            box_index = seen[file]
             seen[file] += 1
             begins = [max(a, b) for a, b in zip(offset, first, strict=True)]
             pairs = zip(offset, size, first, length, strict=True)
@@ -94,7 +94,7 @@ class FileTensors:
             inside = [begin - a for begin, a in zip(begins, offset, strict=True)]
             within = [begin - b for begin, b in zip(begins, first, strict=True)]
             form = [entry["dtype"], length]
-            part = self._read_part(file, box_name(name, number), form, slices(within, box))
+            part = self._read_part(file, box_name(name, box_index), form, slices(within, box))
             whole[slices(inside, box)] = part
         return whole
 
@@ -198,8 +198,10 @@ def open_content(loaded: CheckpointFiles) -> Content:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = one_line(error) or type(error).__name__
         raise CheckpointError(f"{loaded.path}/{INDEX}: is not an index: {reason}") from None
-    place = loaded.files.place
-    return Content({kind: FileTensors(loaded.path, index[kind], place) for kind in KINDS}, training)
+    path_of = loaded.files.place
+    return Content(
+        {kind: FileTensors(loaded.path, index[kind], path_of) for kind in TENSOR_KINDS}, training
+    )
 
 
 def tell_content(group: Group, content: Content | None) -> Content:
@@ -243,11 +245,11 @@ class Restoration:
         if not others:
             return
         name, how = next(iter(others.items()))
-        now = parts.config.flat()
+        flat_config = parts.config.flat()
         settings = [
-            f"{key}={show(now.get(key))}, was {show(old)}"
+            f"{key}={show(flat_config.get(key))}, was {show(old)}"
             for key, old in self.manifest.config.items()
-            if key.startswith(OF_BASE) and old != now.get(key)
+            if key.startswith(OF_BASE) and old != flat_config.get(key)
         ]
         changed = f" ({'; '.join(settings)})" if settings else ""
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -294,23 +296,23 @@ def read_on_all_ranks(
     bucket. The second result has a line for each checkpoint that is not valid. A collective. Raises
     CheckpointError if there are checkpoints, but none is valid.
     """
-    for _ in range(TRIES):
-        found: list[str] = []
+    for _ in range(LISTING_TRIES):
+        path_names: list[str] = []
         is_one_step = False
         with group.agreed("finding the checkpoint"):
             if group.world.rank == 0:
                 paths, is_one_step = find()
-                found = [str(path.absolute()) for path in paths]
-        found, is_one_step = group.tell_all([found, is_one_step])
+                path_names = [str(path.absolute()) for path in paths]
+        path_names, is_one_step = group.tell_all([path_names, is_one_step])
         skipped: list[str] = []
         first: ConfigError | None = None
         is_outdated = False
-        for path in map(Path, found):
+        for path in map(Path, path_names):
             try:
                 return _open(group, path, has_optimizer), skipped
             except ConfigError as error:  # a CheckpointError on the rank that found it
                 first = first or error
-                if is_one_step and str(path) == found[-1]:
+                if is_one_step and str(path) == path_names[-1]:
                     raise first from None
                 copies.drop_fetched(path)
                 if group.tell_all(is_gone(path)):
@@ -322,7 +324,7 @@ def read_on_all_ranks(
             break
     if skipped or is_outdated:
         why = skipped[0] if skipped else "all were removed before they were read; try again"
-        where = copies.with_addresses(str(Path(found[0]).parent))
+        where = copies.with_addresses(str(Path(path_names[0]).parent))
         raise CheckpointError(f"{where}: no checkpoint is valid; {why}")
     return None, []
 

@@ -189,8 +189,8 @@ def _number(directory: Path) -> int:
 
 
 def _count(facts: Mapping[str, Any], name: str) -> int:
-    number = facts.get(name, 0)
-    return number if isinstance(number, int) else 0
+    count = facts.get(name, 0)
+    return count if isinstance(count, int) else 0
 
 
 def _with_stores(config: Config, origin: Origin, launcher: Launcher) -> Origin:
@@ -388,8 +388,8 @@ def identify(config: Config, launcher: Launcher) -> str:
     """
     options = {n: v for n, v in config.task.options.items() if n not in config.implied}
     plain = replace(config, task=replace(config.task, options=options)).plain()
-    given = json.dumps(plain, sort_keys=True)
-    return f"{launcher.job}/{hashlib.sha256(given.encode()).hexdigest()[:12]}"
+    settings_text = json.dumps(plain, sort_keys=True)
+    return f"{launcher.job}/{hashlib.sha256(settings_text.encode()).hexdigest()[:12]}"
 
 
 def roll_back(
@@ -457,7 +457,7 @@ def read_saved(config: Config, origin: Origin) -> dict[str, Any]:
     Raises CheckpointError.
     """
     problem: CheckpointError | None = None
-    for _ in range(transaction.TRIES):
+    for _ in range(transaction.LISTING_TRIES):
         paths, is_named = find_checkpoints(origin)
         for path in paths:
             try:
@@ -495,7 +495,7 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         directory = origin.directory or run_directory.make_timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
         run_directory.check_plain(directory)
-        others = [_number(place) for place in base.glob("*/")]
+        others = [_number(folder) for folder in base.glob("*/")]
         facts = {"number": 1 + max(others, default=0)}
         facts |= _count_attempt(config, origin.launch, launcher, directory, step)
         lease = Lease(directory, facts)

@@ -27,9 +27,9 @@ EXIT = "exit.json"
 WRITER = ".writer"
 PROOF = "proof.txt"  # lines of the newest start's proof, for the card of an export
 BAD_STEP = "bad_step"  # in metrics.jsonl: why a step was skipped
-_FILES = (CONFIG, EXIT, METRICS, PROOF, WRITER)
+_FILES_OF_A_RUN = (CONFIG, EXIT, METRICS, PROOF, WRITER)
 _FOLDERS = ("checkpoints", "tensorboard")
-MOST_STEPS = 2**53
+MOST_STEPS_OF_A_RUN = 2**53
 MOST_OF_EXIT = 2**20  # bytes
 _EXIT: dict[str, tuple[type, ...]] = {
     **{"code": (int,), "reason": (str,), "step": (int,)},
@@ -52,12 +52,12 @@ def make_timestamped(base: Path) -> Path:
 
 def check_plain(directory: Path) -> None:
     """Raise ConfigError if a run's file or folder is a link or a pipe: writes would follow it."""
-    for name in (*_FILES, *_FOLDERS):
+    for name in (*_FILES_OF_A_RUN, *_FOLDERS):
         try:
             mode = (directory / name).lstat().st_mode
         except OSError:
             continue
-        is_file = name in _FILES
+        is_file = name in _FILES_OF_A_RUN
         if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
             must = f"{name} must be a plain {'file' if is_file else 'folder'}, not a link"
             advice = "remove it or give run.name=<new>"
@@ -114,7 +114,7 @@ def parse_entries(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         with suppress(ValueError):
             entry = parse_json(line)
             step = entry.get("step") if isinstance(entry, dict) else None
-            if type(step) is int and 0 <= step < MOST_STEPS:
+            if type(step) is int and 0 <= step < MOST_STEPS_OF_A_RUN:
                 yield line, entry
 
 
@@ -167,7 +167,7 @@ def read_exit(directory: Path) -> dict[str, Any]:
     return facts
 
 
-_MOST = 2**16  # bytes of the file that are read
+_MOST_OF_WRITER = 2**16  # bytes of the file that are read
 _GONE = "the run directory was removed or moved"
 # Some cluster file systems have no locks; there only the token protects.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
@@ -262,9 +262,9 @@ class Lease:
         try:
             descriptor = _lock(self.path)
         except ConfigError:
-            facts = _parse(read_file(self.path, _MOST))
+            facts = _parse(read_file(self.path, _MOST_OF_WRITER))
             raise CheckpointError(self._line(_describe_successor(facts))) from None
-        facts = _parse(os.pread(descriptor, _MOST, 0))
+        facts = _parse(os.pread(descriptor, _MOST_OF_WRITER, 0))
         if facts.get("token") not in self._known:
             os.close(descriptor)
             raise CheckpointError(self._line(_describe_successor(facts)))
@@ -300,7 +300,7 @@ class Lease:
         return f"{self.path.parent}: {why}; nothing was published"
 
     def _read(self) -> dict[str, Any]:
-        return _parse(os.pread(self._descriptor, _MOST, 0))
+        return _parse(os.pread(self._descriptor, _MOST_OF_WRITER, 0))
 
     def _write(self) -> None:
         os.ftruncate(self._descriptor, 0)
@@ -317,7 +317,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of a run directory's last writer; empty if this process is the writer."""
     path = directory / WRITER
     try:
-        return {} if _identity_of(path) in _held else _parse(read_file(path, _MOST))
+        return {} if _identity_of(path) in _held else _parse(read_file(path, _MOST_OF_WRITER))
     except OSError:
         return {}
 
@@ -357,7 +357,7 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise
     if not is_locked:
-        holder = Owner.of(_parse(os.pread(descriptor, _MOST, 0)))
+        holder = Owner.of(_parse(os.pread(descriptor, _MOST_OF_WRITER, 0)))
         os.close(descriptor)
         who = f"{holder.describe()} writes there"
         advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"

@@ -42,7 +42,7 @@ def whole_parameters(tensors: Tensors, group: Group) -> Iterator[tuple[str, torc
 
 
 REMOVING = "removing older checkpoints"
-POLL_S = 0.02  # a blocking wait of the store would hold up the main thread's messages
+STORE_POLL_S = 0.02  # a blocking wait of the store would hold up the main thread's messages
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Mail:
         for rank in self._others:
             key = f"{staging.name}/{rank}"
             while not self._store.check([key]):
-                if self._is_closed.wait(POLL_S):
+                if self._is_closed.wait(STORE_POLL_S):
                     raise RunError("the run ended before all ranks had written their part")
                 if time.monotonic() - begun > self._limit_s:
                     raise RunError(f"""rank {rank} has not written its part in {self._limit_s:g} s;
@@ -335,8 +335,8 @@ class DiskSaver(PartSaver):
     def withdraw(self, step: int) -> None:
         self.wait()
         try:
-            for number, path in transaction.steps(self.root).items():
-                if number >= step:
+            for saved_step, path in transaction.steps(self.root).items():
+                if saved_step >= step:
                     transaction.set_aside(path)
         except OSError as error:
             raise RunError(f"""{error.filename}: {error.strerror} while rolling back

@@ -117,11 +117,11 @@ def _check_loaded(tree: Any, most: int) -> None:
 
 
 INDEX = "tensors.json"
-KINDS = ("model", "optimizer", "ema", "buffer")
+TENSOR_KINDS = ("model", "optimizer", "ema", "buffer")
 MOST_EXTENT = 2**53
 MOST_DIMS = 64  # as in torch
 MOST_TIED = 100  # times the bytes of a file: an export writes tied tensors under each name
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAVED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARSE = (nn.Embedding, nn.EmbeddingBag)  # may have sparse gradients
 Box = tuple[Sequence[int], Sequence[int]]  # offset and size
 Index = dict[str, dict[str, dict[str, Any]]]
@@ -154,10 +154,10 @@ def write_shards(
             if (other := first.setdefault(memory_of(shard.tensor) or name, name)) != name:
                 entries[name]["same_as"] = other
         once = {
-            box_name(name, number): tensor
+            box_name(name, box_index): tensor
             for name, shard in own.items()
             if "same_as" not in entries[name]
-            for number, (tensor, _) in enumerate(shard.boxes())
+            for box_index, (tensor, _) in enumerate(shard.boxes())
         }
         forms = {name: (tensor.dtype, tensor.shape) for name, tensor in once.items()}
         size, sha256 = write_tensors(folder / file, forms, once.__getitem__)
@@ -171,23 +171,23 @@ def _entry(file: str, name: str, shard: Shard) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shard.shape), "parts": parts}
 
 
-def box_name(name: str, number: int) -> str:
+def box_name(name: str, box_index: int) -> str:
     """Return the name of a box of a tensor in a file that holds several."""
-    return f"{name}#{number}" if number else name
+    return f"{name}#{box_index}" if box_index else name
 
 
 def _name_of(dtype: torch.dtype, tensor: str) -> str:
-    if dtype not in NAMES:
+    if dtype not in SAVED_NAMES:
         raise CheckpointError(f"""{tensor} has dtype {dtype}:
-            must be one that safetensors has: {", ".join(name_of(each) for each in NAMES)};
+            must be one that safetensors has: {", ".join(name_of(each) for each in SAVED_NAMES)};
             convert it, or leave it out by register_buffer(persistent=False)""")
-    return NAMES[dtype]
+    return SAVED_NAMES[dtype]
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identify the memory of a tensor; empty for one without elements."""
-    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-    return place if tensor.numel() else ()
+    memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return memory if tensor.numel() else ()
 
 
 def write_tensors(
@@ -256,9 +256,9 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
     copies: dict[Any, torch.Tensor] = {}
     devices: set[torch.device] = set()
     size = 0
-    kept: dict[str, dict[str, Shard]] = {}
+    copied_shards: dict[str, dict[str, Shard]] = {}
     for kind, named in shards.items():
-        kept[kind] = {}
+        copied_shards[kind] = {}
         for name, shard in named.items():
             if not shard.is_written:
                 continue
@@ -268,10 +268,10 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
                 size += shard.tensor.nbytes
                 is_pinned = size <= MOST_PINNED
                 copies[key] = shard.tensor.detach().to("cpu", non_blocking=is_pinned, copy=True)
-            kept[kind][name] = shard._replace(tensor=copies[key])
+            copied_shards[kind][name] = shard._replace(tensor=copies[key])
     for device in devices:
         accelerator.wait(device)
-    return kept
+    return copied_shards
 
 
 def merge(indices: Iterable[Index]) -> Index:
@@ -279,12 +279,12 @@ def merge(indices: Iterable[Index]) -> Index:
 
     Raises CheckpointError unless every element of every tensor is in exactly one part.
     """
-    whole: Index = {kind: {} for kind in KINDS}
+    whole: Index = {kind: {} for kind in TENSOR_KINDS}
     for index in indices:
         for kind, named in index.items():
             for name, entry in named.items():
-                known = whole[kind].setdefault(name, {**entry, "parts": []})
-                known["parts"] += entry["parts"]
+                joined_entry = whole[kind].setdefault(name, {**entry, "parts": []})
+                joined_entry["parts"] += entry["parts"]
     for named in whole.values():
         for name, entry in named.items():
             boxes = [(offset, size) for _, offset, size in entry["parts"]]
@@ -321,13 +321,13 @@ def check_index(raw: Any, files: Mapping[str, Any]) -> Index:
     `files` are their entries in the manifest.
     """
     index = {"buffer": {}, **raw}
-    for kind in KINDS:
+    for kind in TENSOR_KINDS:
         for name, entry in index[kind].items():
             _check_entry(f"{kind} {name}", entry, files)
             other = entry.get("same_as")
             if other is not None and not _is_tied(entry, other, index[kind].get(other, {})):
                 raise ValueError(f"{kind} {name} is not the same as {other}")
-    _check_sizes([entry for kind in KINDS for entry in index[kind].values()], files)
+    _check_sizes([entry for kind in TENSOR_KINDS for entry in index[kind].values()], files)
     return index
 
 

@@ -28,13 +28,13 @@ from trainer.core.config.plain_files import MANIFEST, MOST_OF_JSON, parse_json, 
 from trainer.core.config.typed import build, convert, limit
 from trainer.core.errors import CheckpointError, ConfigError
 
-FORMAT = 4
+CHECKPOINT_FORMAT = 4
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
-_PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
+_EPOCH_AND_INDEX = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
 _DTYPE = re.compile("bfloat16|float(16|32|64|8_e4m3fn|8_e5m2)|u?int(8|16|32|64)|bool|complex64")
-MOST = 2**53  # steps and examples
-_COUNT = Annotated[int, limit(min=1, max=MOST)]
-_NUMBER = Annotated[int, limit(min=0, max=MOST)]
+MOST_COUNT = 2**53  # steps and examples
+_COUNT = Annotated[int, limit(min=1, max=MOST_COUNT)]
+_NUMBER = Annotated[int, limit(min=0, max=MOST_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _is_fact(facts: list[Any]) -> bool:
     return is_shape and type(facts[2]) is int and -(2**63) <= facts[2] < 2**63
 
 
-def _is_place(place: str, index: Any, num_examples: int) -> bool:
-    match = _PLACE.fullmatch(place)
+def _is_place(epoch_and_index: str, index: Any, num_examples: int) -> bool:
+    match = _EPOCH_AND_INDEX.fullmatch(epoch_and_index)
     is_index = type(index) is int and 0 <= index < num_examples
     return match is not None and int(match[1]) < num_examples and is_index
 
@@ -139,20 +139,20 @@ def parse_manifest(data: bytes, path: Path, name: str = "") -> dict[str, Any]:
 
     `name` is that of its folder, if that is another one than the last of `path`.
     """
-    place = path / MANIFEST
+    manifest_path = path / MANIFEST
     try:
         manifest = parse_json(data)
         is_well_formed = _is_well_formed(manifest)
-        number = STEP_NAME.fullmatch(name or path.name)
+        match = STEP_NAME.fullmatch(name or path.name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"{place}: cannot be read as a manifest") from None
-    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{manifest_path}: cannot be read as a manifest") from None
+    if manifest.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"""{path}:
-            has format {manifest.get("format")}, this version reads format {FORMAT}""")
-    if not is_well_formed or not number or manifest.get("step") != int(number[1]):
-        raise CheckpointError(f"{place}: does not belong to this checkpoint")
+            has format {manifest.get("format")}, this version reads format {CHECKPOINT_FORMAT}""")
+    if not is_well_formed or not match or manifest.get("step") != int(match[1]):
+        raise CheckpointError(f"{manifest_path}: does not belong to this checkpoint")
     if manifest.pop("sha256", None) != digest(manifest):
-        raise CheckpointError(f"""{place}:
+        raise CheckpointError(f"""{manifest_path}:
             its SHA-256 differs from the one stored in it, so it has changed""")
     return manifest
 
@@ -174,7 +174,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-TRIES = 100  # to list checkpoints, while a run removes all that were listed
+LISTING_TRIES = 100  # to list checkpoints, while a run removes all that were listed
 Found = TypeVar("Found")
 
 
@@ -239,7 +239,7 @@ def publish(
     check_owner: Callable[[], None],
 ) -> None:
     """Write the manifest of the files in `staging`, and rename it to the checkpoint."""
-    _write_manifest(staging, {"format": FORMAT, "step": step, **facts, "files": files})
+    _write_manifest(staging, {"format": CHECKPOINT_FORMAT, "step": step, **facts, "files": files})
     sync_directory(staging)
     check_owner()
     os.rename(staging, final_path(root, step))
@@ -272,7 +272,7 @@ def load(path: Path) -> CheckpointFiles:
 def steps(root: Path) -> dict[int, Path]:
     """Return the published checkpoints by step, oldest first, valid or not."""
     paths: dict[int, Path] = {}
-    for _ in range(TRIES):
+    for _ in range(LISTING_TRIES):
         named = [path for path in root.glob("step-*") if STEP_NAME.fullmatch(path.name)]
         paths = {int(path.name[5:]): path for path in named if _is_own_directory(path)}
         if paths or not any(is_gone(path) for path in named):
@@ -296,7 +296,7 @@ def find_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Found | None
     before they are read, when it has newer ones: they are listed again then.
     """
     skipped: list[str] = []
-    for _ in range(TRIES):
+    for _ in range(LISTING_TRIES):
         skipped = []
         is_outdated = False
         for path in reversed(steps(root).values()):

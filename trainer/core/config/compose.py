@@ -70,13 +70,13 @@ def load_config(
     """
     if task is not None:
         overrides = [f"task.trainer={task.__module__}.{task.__qualname__}", *overrides]
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    place = given.get("run.resume", "auto")
-    if "task" not in given and place not in ("auto", "null", ""):
-        return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
+    assignments = dict(override.split("=", 1) for override in overrides if "=" in override)
+    location = assignments.get("run.resume", "auto")
+    if "task" not in assignments and location not in ("auto", "null", ""):
+        return load_run_config(location, overrides, config_dirs, prefix="run.resume=")
     parsed = parse(overrides)
     options = find_options(config_dirs)
-    is_of_file = task is None or "task" in given
+    is_of_file = task is None or "task" in assignments
     config = _compose("config", parsed, config_dirs, ["~task"] * (not is_of_file))
     if task is not None and not is_of_file:
         with open_dict(config):
@@ -91,22 +91,22 @@ def load_config(
 
 @limited()
 def load_run_config(
-    place: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = ""
+    location: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = ""
 ) -> Config:
     """Return the saved Config of a run, with `overrides` applied.
 
-    `place` is a run directory or one of its checkpoints; `run.resume` is set to it. Overrides are
-    single values or whole groups. Errors about the directory start with `prefix`.
+    `location` is a run directory or one of its checkpoints; `run.resume` is set to it. Overrides
+    are single values or whole groups. Errors about the directory start with `prefix`.
     """
     options = find_options(config_dirs)
-    home = _find_home(place, prefix)
-    wrong = f"{prefix}{place}: its {CONFIG} was not written by a run"
+    home = _find_home(location, prefix)
+    wrong = f"{prefix}{location}: its {CONFIG} was not written by a run"
     saved = _read_saved(home, wrong)
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
     with _explained(f"{wrong}: "):
-        saved.run.resume = place
+        saved.run.resume = location
         _replace_groups(saved, parsed, options, config_dirs)
-    config = _override(saved, parsed, options, prefix=f"{place}/{CONFIG}: ")
+    config = _override(saved, parsed, options, prefix=f"{location}/{CONFIG}: ")
     check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
     return config
 
@@ -121,8 +121,8 @@ def _replace_groups(
             raise ConfigError(f"{group}={choice}: {why}")
         composed = _compose(None, [], config_dirs, [f"+{group}={choice}"])
         if group == "strategy":  # precision and SyncBN belong to the run
-            kept = [key for key in saved[group] if not f"strategy.{key}.".startswith(LAYOUT)]
-            composed[group].merge_with({key: saved[group][key] for key in kept})
+            run_keys = [key for key in saved[group] if not f"strategy.{key}.".startswith(LAYOUT)]
+            composed[group].merge_with({key: saved[group][key] for key in run_keys})
             composed[group].merge_with(_preset(options[group][choice][0]))
         if (CONF / group).is_dir():
             saved[group] = composed[group]
@@ -169,8 +169,8 @@ def _apply(override: Any, config: Any, options: Options) -> None:
     is_new = override.is_add() or override.is_force_add() or (is_option and not is_known)
     is_new = is_new or (key in NAMED_BY_USERS and isinstance(value, dict))
     if not is_known and not is_new:
-        known: Any = OmegaConf.to_container(config)
-        near = suggest(key, [*flatten(known), *options])
+        settings: Any = OmegaConf.to_container(config)
+        near = suggest(key, [*flatten(settings), *options])
         if parent in ("optim", "schedule"):
             near = near or f"; give +{override.input_line} to add an argument of its class"
         near = near or "; use one of docs/settings.md, or of those that `--cfg job` prints"
@@ -186,19 +186,19 @@ def _apply(override: Any, config: Any, options: Options) -> None:
         OmegaConf.update(config, key, value, force_add=is_new)
 
 
-def _find_home(place: str, prefix: str) -> Path:
+def _find_home(location: str, prefix: str) -> Path:
     """Return a run directory, or the run directory of a checkpoint."""
-    if is_address(place):
-        return copy_of(place, has_checkpoints=False)
-    check_path(prefix.rstrip("=") or "the run directory", place)
-    home = Path(place)
+    if is_address(location):
+        return copy_of(location, has_checkpoints=False)
+    check_path(prefix.rstrip("=") or "the run directory", location)
+    home = Path(location)
     if (home / MANIFEST).is_file():
         home = home.resolve().parent.parent
     if not (home / CONFIG).is_file():
         advice = "give a run directory, or one of its checkpoints"
         if steps := [path.name for path in sorted(home.parent.glob("step-*")) if not home.exists()]:
-            raise ConfigError(f"{prefix}{place}: must be one of {', '.join(steps)}")
-        raise ConfigError(f"{prefix}{place}: has no {CONFIG}; {advice}")
+            raise ConfigError(f"{prefix}{location}: must be one of {', '.join(steps)}")
+        raise ConfigError(f"{prefix}{location}: has no {CONFIG}; {advice}")
     return home
 
 
@@ -232,8 +232,8 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
     Within the block, interpolations cannot read the environment or files: their values would be
     written to config.json.
     """
-    known = BaseContainer._resolvers
-    BaseContainer._resolvers = {name: known[name] for name in _RESOLVERS}
+    resolvers = BaseContainer._resolvers
+    BaseContainer._resolvers = {name: resolvers[name] for name in _RESOLVERS}
     try:
         yield
     except RecursionError:
@@ -260,7 +260,7 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
             message = f"${{{resolver[1]}:...}}: {allowed}; read other values inside the task"
         raise ConfigError(line or f"{prefix}{message}") from None
     finally:
-        BaseContainer._resolvers = known
+        BaseContainer._resolvers = resolvers
 
 
 def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
@@ -327,11 +327,11 @@ def _compose(
             return hydra.compose(name, words)
         except ConfigCompositionException as error:
             unused = re.search(r"Could not override '(\w+)'", str(error))
-            for given in parsed:  # no override is meant if the mistake is in a file's defaults
-                if unused and given.key_or_group == unused[1]:
+            for override in parsed:  # no override is meant if the mistake is in a file's defaults
+                if unused and override.key_or_group == unused[1]:
                     advice = f"add '- /{unused[1]}: <name>' to the defaults in the task's file"
                     raise ConfigError(
-                        f"{given.input_line}: the task does not use this group; {advice}"
+                        f"{override.input_line}: the task does not use this group; {advice}"
                     ) from None
             if "You must specify 'task'" not in str(error):
                 raise

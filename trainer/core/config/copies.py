@@ -29,7 +29,7 @@ from trainer.core.config.stores import (
 )
 from trainer.core.errors import ConfigError
 
-COPY = ".lockstep-copy-"  # begins the name of a folder with a copy
+COPY_PREFIX = ".lockstep-copy-"  # begins the name of a folder with a copy
 LOCK = ".lock"
 HELD = ".held"  # a file in it, locked by its process
 STALE_S = 86_400.0
@@ -54,11 +54,11 @@ def copy_of(
         if base is not None:
             base.mkdir(parents=True, exist_ok=True)
         _sweep(base or Path(tempfile.gettempdir()))
-        own = f"{COPY}{socket.gethostname()}-"
-        place = Path(tempfile.mkdtemp(prefix=own, dir=base)).absolute()
-        _made.append((os.getpid(), place))
-        _hold(place)
-        folder = place / name_of(address)
+        own = f"{COPY_PREFIX}{socket.gethostname()}-"
+        parent = Path(tempfile.mkdtemp(prefix=own, dir=base)).absolute()
+        _made.append((os.getpid(), parent))
+        _hold(parent)
+        folder = parent / name_of(address)
         folder.mkdir()
         store = open_store(address)
         _copies[folder] = store.address
@@ -75,31 +75,31 @@ def copy_of(
 @atexit.register
 def remove_copies() -> None:
     """Remove the copies that this process has made, as a fork of it must not."""
-    for pid, place in _made:
+    for pid, folder in _made:
         if pid == os.getpid():
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hold(place: Path) -> None:
+def _hold(folder: Path) -> None:
     """Lock a copy until this process and those that it forks have ended."""
     with suppress(OSError):  # a file system without locks
-        lock = os.open(place / ".unlocked", os.O_WRONLY | os.O_CREAT, 0o600)
+        lock = os.open(folder / ".unlocked", os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (place / ".unlocked").rename(place / HELD)
+        (folder / ".unlocked").rename(folder / HELD)
 
 
 def _sweep(base: Path) -> None:
     """Remove copies of processes that were killed: a start that is killed again and again would
     fill the disk."""
-    own = f"{COPY}{socket.gethostname()}-"
-    for place in base.glob(f"{COPY}*"):
+    own = f"{COPY_PREFIX}{socket.gethostname()}-"
+    for folder in base.glob(f"{COPY_PREFIX}*"):
         with suppress(OSError):
-            status = place.lstat()
+            status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue  # in a temporary folder anybody may make one
-            is_over = place.name.startswith(own) and _is_free(place / HELD)
+            is_over = folder.name.startswith(own) and _is_free(folder / HELD)
             if is_over or time.time() - status.st_mtime > STALE_S:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_free(held: Path) -> bool:
@@ -117,9 +117,9 @@ def _copy_run(store: Store, held: Held, folder: Path, has_checkpoints: bool) -> 
             store.download(there, folder / name, sys.maxsize)
     if not held.record:
         raise NotThereError("there is no run")
-    for step, place in held.checkpoints.items() if has_checkpoints else ():
+    for step, stored_name in held.checkpoints.items() if has_checkpoints else ():
         path = folder / "checkpoints" / f"step-{step:08d}"
-        copy_manifest(path, f"{store.address}/{place}")
+        copy_manifest(path, f"{store.address}/{stored_name}")
 
 
 def copy_manifest(path: Path, address: str) -> None:
@@ -129,7 +129,7 @@ def copy_manifest(path: Path, address: str) -> None:
     """
     _copies[path] = address
     if not (path / MANIFEST).is_file():
-        home = next((each for each in path.parents if each.name.startswith(COPY)), path)
+        home = next((each for each in path.parents if each.name.startswith(COPY_PREFIX)), path)
         if not home.exists():  # on a node that does not see that of rank 0
             _made.append((os.getpid(), home))
         path.mkdir(parents=True, exist_ok=True)
@@ -151,28 +151,28 @@ def address_of(path: Path) -> str:
 
 
 def fetch(path: Path, name: str, most: int, check: Callable[[str, int, str], None]) -> Path:
-    """Return the place of a file of a checkpoint, of a copy after it was fetched and verified.
+    """Return the path of a file of a checkpoint, of a copy after it was fetched and verified.
 
     One rank of a node fetches it, and the others wait. `check` gets its address, size and SHA-256,
     and raises if these are not the right ones. Raises StoreError, OSError.
     """
-    place = path / name
+    file = path / name
     address = _copies.get(path)
-    if address and not place.exists():
+    if address and not file.exists():
         with open(path / LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.exists():
+            if not file.exists():
                 part = path / f".{name}.part"
                 check(f"{address}/{name}", *_store_of(address).download(name, part, most))
-                part.replace(place)
-    return place
+                part.replace(file)
+    return file
 
 
 def drop_fetched(path: Path) -> None:
     """Remove the files of a copy, which are fetched again when they are read again."""
-    for place in path.glob("*") if path in _copies else ():
-        if place.name not in (MANIFEST, LOCK):
-            place.unlink(missing_ok=True)
+    for file in path.glob("*") if path in _copies else ():
+        if file.name not in (MANIFEST, LOCK):
+            file.unlink(missing_ok=True)
 
 
 @lru_cache(4)

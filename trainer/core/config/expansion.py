@@ -9,12 +9,12 @@ from typing import Any
 
 from omegaconf.base import Container
 
-from trainer.core.config.plain_files import MOST_VALUES
+from trainer.core.config.plain_files import MOST_CONFIG_VALUES
 from trainer.core.errors import ConfigError
 
 COST = 5  # of an interpolation, in values: OmegaConf takes 0.3 ms for it
 CHARACTERS = 16  # of a string that count as a value
-TOO_MANY = f"""the interpolations ${{...}} become more than {MOST_VALUES:,} values;
+TOO_MANY_VALUES = f"""the interpolations ${{...}} become more than {MOST_CONFIG_VALUES:,} values;
         use fewer of them, or read long values from a file in the task"""
 
 
@@ -27,8 +27,8 @@ class _Expansion:
 
     def take(self, size: int) -> None:
         self.size += size
-        if self.size > MOST_VALUES:
-            raise ConfigError(TOO_MANY)
+        if self.size > MOST_CONFIG_VALUES:
+            raise ConfigError(TOO_MANY_VALUES)
 
     def size_of(self, node: Any) -> int:
         content = node._value() if node is not None else None
@@ -73,5 +73,5 @@ def limited() -> Iterator[None]:
         yield
     finally:
         _counting.reset(token)
-        if expansion.size > MOST_VALUES:
-            raise ConfigError(TOO_MANY) from None
+        if expansion.size > MOST_CONFIG_VALUES:
+            raise ConfigError(TOO_MANY_VALUES) from None

@@ -23,14 +23,14 @@ import yaml
 
 from trainer.core.errors import ConfigError, one_line
 
-BLOCK = 2**22  # bytes read at once
+BYTES_READ_AT_ONCE = 2**22  # bytes read at once
 MOST_DEPTH = 64  # of nested values
-MOST_DIGITS = 20  # of an integer: 2**64 has as many
-MOST_VALUES = 20_000  # of a user's YAML file: 1 s in OmegaConf
+MOST_INTEGER_DIGITS = 20  # of an integer: 2**64 has as many
+MOST_CONFIG_VALUES = 20_000  # of a user's YAML file: 1 s in OmegaConf
 MOST_OF_YAML = 2**18  # bytes: 2 s
 MOST_OF_TOML = 2**20
 MOST_OF_JSON = 2**26
-MOST_OF_A_LINE = 2**20
+MOST_OF_A_METRICS_LINE = 2**20
 MOST_OF_LINES = 2**29  # bytes of metrics.jsonl
 
 
@@ -75,7 +75,7 @@ def hash_rest(
     """
     digest = digest or hashlib.sha256()
     rest = float("inf") if most is None else most
-    while block := file.read(int(min(BLOCK, rest))):
+    while block := file.read(int(min(BYTES_READ_AT_ONCE, rest))):
         digest.update(block)
         rest -= len(block)
     return digest
@@ -88,9 +88,9 @@ def read_lines(path: Path) -> Iterator[str]:
     """
     with open_regular(path, MOST_OF_LINES) as file:
         is_inside = False  # of a line that is too long
-        while line := file.readline(MOST_OF_A_LINE):
+        while line := file.readline(MOST_OF_A_METRICS_LINE):
             is_whole = line.endswith(b"\n")
-            if not is_inside and (is_whole or len(line) < MOST_OF_A_LINE):
+            if not is_inside and (is_whole or len(line) < MOST_OF_A_METRICS_LINE):
                 yield line.decode(errors="replace").rstrip("\r\n")
             is_inside = not is_whole
 
@@ -108,7 +108,7 @@ def parse_json(data: bytes | str) -> Any:
     text = data if isinstance(data, str) else data.decode()
     try:
         # a hook for each integer takes longer, and digests may have as many digits in a row
-        parse = _parse_int if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text) else None
+        parse = _parse_int if re.search(rf"\d{{{MOST_INTEGER_DIGITS + 1}}}", text) else None
         value = json.loads(text, object_pairs_hook=_refuse_repeated, parse_int=parse)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
@@ -145,7 +145,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_int(text: str) -> int:
-    if len(text) > MOST_DIGITS:
+    if len(text) > MOST_INTEGER_DIGITS:
         raise ValueError(f"a number has {len(text):,} digits")
     return int(text)
 
@@ -185,21 +185,21 @@ def _compose(loader: yaml.SafeLoader) -> yaml.Node | None:
     that aliases repeat: merges and OmegaConf copy them."""
     try:
         node = loader.get_single_node()
-        if _count(node, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"it has more than {MOST_VALUES:,} values")
+        if _count(node, {}) > MOST_CONFIG_VALUES:
+            raise yaml.YAMLError(f"it has more than {MOST_CONFIG_VALUES:,} values")
     except RecursionError:
         raise yaml.YAMLError("values are nested too deep") from None
     return node
 
 
-def _count(node: Any, known: dict[int, float]) -> float:
+def _count(node: Any, counts: dict[int, float]) -> float:
     """Return the number of values of a node; infinity for one that is part of itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         below = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
-        known[id(node)] = 1 + sum(_count(each, known) for each in below)
-    return known[id(node)]
+        counts[id(node)] = 1 + sum(_count(each, counts) for each in below)
+    return counts[id(node)]
 
 
 def check_yaml(path: Path) -> None:
@@ -238,8 +238,8 @@ def format_config(settings: Mapping[str, Any]) -> str:
     for group, values in settings.items():
         _check(f"{group}.options" if group == "task" else group, values)
     text = _format(settings) + "\n"
-    if len(text.encode()) > MOST_OF_CONFIG or _count_values(_pair(settings)) > MOST_VALUES:
-        most = f"{MOST_OF_CONFIG:,} bytes and {MOST_VALUES:,} values"
+    if len(text.encode()) > MOST_OF_CONFIG or _count_values(_pair(settings)) > MOST_CONFIG_VALUES:
+        most = f"{MOST_OF_CONFIG:,} bytes and {MOST_CONFIG_VALUES:,} values"
         must = f"all settings as JSON must be at most {most}"
         raise ConfigError(f"task.options: {must}; read long values from a file in the task")
     return text
@@ -264,8 +264,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the groups of settings in a config.json. Raises OSError, and ValueError for what no
     run has written."""
     raw = read_json(path, MOST_OF_CONFIG)
-    if _count_values(raw) > MOST_VALUES:
-        raise ValueError(f"it has more than {MOST_VALUES:,} values")
+    if _count_values(raw) > MOST_CONFIG_VALUES:
+        raise ValueError(f"it has more than {MOST_CONFIG_VALUES:,} values")
     raw = _unpair(raw)
     return raw if isinstance(raw, dict) else {}
 

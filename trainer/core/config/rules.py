@@ -30,8 +30,8 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
     config = build(Config, plain)
     for key, problem in _find_problems(config, choices["strategy"]):
         value = config.flat()[key]
-        given = " is missing" if value is None else f"={_shortened(show(value))}"
-        raise ConfigError(f"{key}{given}: {problem}")
+        shown_value = " is missing" if value is None else f"={_shortened(show(value))}"
+        raise ConfigError(f"{key}{shown_value}: {problem}")
     for group in ("optim", "schedule"):
         _check_spec(group, getattr(config, group), choices[group])
     return config
@@ -41,10 +41,10 @@ def _spell_out(dist: Any) -> None:
     """Take a rendezvous as torch's `init_method` has it, tcp://<host>:<port> or file://<path>."""
     if not isinstance(dist, dict):
         return
-    method, is_url, place = str(dist.get("init")).partition("://")
+    method, is_url, location = str(dist.get("init")).partition("://")
     name = {"tcp": "address", "file": "path"}.get(method)
-    if is_url and name and place and dist.get(name) is None:
-        dist |= {"init": method, name: place}
+    if is_url and name and location and dist.get(name) is None:
+        dist |= {"init": method, name: location}
     elif is_url and method == "env":
         dist["init"] = method
 
@@ -144,8 +144,8 @@ def _find_launch_problems(block: LaunchSettings) -> Problems:
         key = "launch.max_restarts" if ranks is None else "launch.nproc_per_node"
         yield key, "use launch=elastic or launch=spawn; torchrun has its own flags for it"
     if block.name == "ray":
-        given = block.ranks if isinstance(block.ranks, list) else [block.ranks or 1] * 2
-        if len(given) != 2 or given[0] > given[1]:
+        bounds = block.ranks if isinstance(block.ranks, list) else [block.ranks or 1] * 2
+        if len(bounds) != 2 or bounds[0] > bounds[1]:
             yield "launch.ranks", "must be a number, or [least,most], as in [2,8]"
         if ranks is not None:
             yield "launch.nproc_per_node", "must be null with launch=ray; give launch.ranks"

@@ -147,9 +147,9 @@ class Store(ABC):
         last writers."""
 
 
-def is_address(place: str | None) -> bool:
+def is_address(location: str | None) -> bool:
     """Return True for the address of a run in a store, as no path is one."""
-    return "://" in (place or "")
+    return "://" in (location or "")
 
 
 def is_same_address(address: str, other: str) -> bool:
@@ -162,18 +162,18 @@ def name_of(address: str) -> str:
     return address.rstrip("/").rpartition("/")[2].lstrip(".") or "run"
 
 
-def address_problem(place: str) -> str:
+def address_problem(address: str) -> str:
     """Return why a text is no address of a run in a store; empty if it is one."""
     names = ", ".join(f"{scheme}://" for scheme in extensions.STORES)
     try:
-        parts = urlsplit(place)
+        parts = urlsplit(address)
     except ValueError as error:
         return f"is no address ({error}); must be as s3://bucket/first"
     if parts.scheme not in extensions.STORES:
         return f"must begin with one of {names}, as in s3://bucket/first"
     if parts.username or parts.password or parts.query or parts.fragment:
         return "must have no login; give it by the variables of the store's own tools"
-    if not place.isprintable() or (not parts.netloc and parts.scheme != "file"):
+    if not address.isprintable() or (not parts.netloc and parts.scheme != "file"):
         return "must be <scheme>://<bucket>/<prefix>, as in s3://bucket/first"
     if not parts.path.strip("/"):
         return "must have a prefix for the run, as in s3://bucket/first"

@@ -17,18 +17,18 @@ from urllib.parse import unquote
 from trainer.core.config.typed import convert, suggest
 from trainer.core.errors import ConfigError, one_line
 
-_WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
-_PAIRS = {("api", "key"), ("access", "key"), ("private", "key")}
+_SECRETS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
+_PHRASES = {("api", "key"), ("access", "key"), ("private", "key")}
 # pad_token: "<pad>" is a vocabulary entry, so "token" after one of these is no secret
 _MARKS = {"pad", "bos", "eos", "unk", "sep", "cls", "mask"}
 # Each takes time that grows with the length of a text. A port is no password, and keys of clouds
 # may have a slash.
 _LOGIN = re.compile(r"://[^/\s@:]{0,200}:(?!\d{0,9}/)[^\s@]{1,2000}@")
-_PART = re.compile(r"([?&])([\w%.-]+)=([^&#\s'\"]+)")  # of an address
+_QUERY_PART = re.compile(r"([?&])([\w%.-]+)=([^&#\s'\"]+)")  # of an address
 _PAIR = re.compile(r"""(?<![\w.-])([\w.-]+)['"]?\s{0,9}:\s*([^,}]*)""")
 _SIGNED = re.compile(r"(^sig|signature|token)$", re.IGNORECASE)  # no sigma, signal or design
-_HIDDEN = "***"
-_LEAST = 6  # characters of a secret that is looked for alone in a text
+_MASKED_TEXT = "***"
+_LEAST_OF_A_SECRET = 6  # characters of a secret that is looked for alone in a text
 
 
 def check_no_secret(value: Any, key: str = "") -> None:
@@ -40,8 +40,8 @@ def check_no_secret(value: Any, key: str = "") -> None:
         for name, below in value.items():
             check_no_secret(below, f"{key}.{name}" if key else str(name))
     elif isinstance(value, (list, tuple)):
-        for number, below in enumerate(value):
-            check_no_secret(below, f"{key}.{number}")
+        for index, below in enumerate(value):
+            check_no_secret(below, f"{key}.{index}")
     elif _is_secret(key, str(value)):
         raise _refuse(key, "is the name of a secret")
     elif _mask_address(str(value)) != str(value):
@@ -78,9 +78,9 @@ def masked(text: str, words: Iterable[str] = ()) -> str:
         secrets = [value] if _is_secret(key.lstrip("+~-"), value) else []
         secrets += [below for name, below in _pairs_in(value) if _is_secret(name, below)]
         for secret in filter(None, (each.strip(" '\"") for each in secrets)):
-            text = re.sub(rf"([=:]\s*['\"]?){re.escape(secret)}", rf"\1{_HIDDEN}", text)
-            if len(secret) >= _LEAST:
-                text = text.replace(secret, _HIDDEN)
+            text = re.sub(rf"([=:]\s*['\"]?){re.escape(secret)}", rf"\1{_MASKED_TEXT}", text)
+            if len(secret) >= _LEAST_OF_A_SECRET:
+                text = text.replace(secret, _MASKED_TEXT)
     return _mask_address(text)
 
 
@@ -88,9 +88,9 @@ def _mask_address(text: str) -> str:
     def mask(part: re.Match[str]) -> str:
         name = unquote(part[2])
         is_secret = _SIGNED.search(name) or _is_secret(name, part[3])
-        return f"{part[1]}{part[2]}={_HIDDEN}" if is_secret else part[0]
+        return f"{part[1]}{part[2]}={_MASKED_TEXT}" if is_secret else part[0]
 
-    return _PART.sub(mask, _LOGIN.sub(f"://{_HIDDEN}@", text))
+    return _QUERY_PART.sub(mask, _LOGIN.sub(f"://{_MASKED_TEXT}@", text))
 
 
 def _is_secret(key: str, value: str) -> bool:
@@ -103,7 +103,7 @@ def _is_secret(key: str, value: str) -> bool:
         return False
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)]
     named = [
-        before not in _MARKS if word == "token" else word in _WORDS or (before, word) in _PAIRS
+        before not in _MARKS if word == "token" else word in _SECRETS or (before, word) in _PHRASES
         for before, word in zip(["", *words], words, strict=False)
     ]
     is_number = all(re.fullmatch(r"[-+.\de]+", part.strip()) for part in text.split(","))
@@ -149,7 +149,7 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     if inspect.ismodule(getattr(module, attribute, None)) or _is_file_of(module, name):
         raise ConfigError(f"{key}={name}: is a module: must be a class in it, so add its name")
     if not hasattr(module, attribute):
-        near = suggest(attribute, [known for known in vars(module) if not known.startswith("_")])
+        near = suggest(attribute, [each for each in vars(module) if not each.startswith("_")])
         raise ConfigError(f"{key}={name}: {home} has no {attribute}{near}")
     target = getattr(module, attribute)
     origin = getattr(target, "__module__", None) or ""
@@ -219,12 +219,12 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     except TypeError as error:
         line = f"{key} ({name}): {error}"
         if unknown := [a for a in arguments if a not in signature.parameters]:
-            known = [name for name in list(signature.parameters)[1:] if name.isidentifier()]
-            given = f"{key}.{unknown[0]}"
-            near = suggest(unknown[0], known, f"{key}.")
-            if not near or near.endswith(f" {given}"):  # as of optim.lr, which hints know
-                near = f": must be {', '.join(known)}; leave it out with ~{given}"
-            line = f"{given} is not an argument of {name}{near}"
+            accepted = [name for name in list(signature.parameters)[1:] if name.isidentifier()]
+            full_name = f"{key}.{unknown[0]}"
+            near = suggest(unknown[0], accepted, f"{key}.")
+            if not near or near.endswith(f" {full_name}"):  # as of optim.lr, which hints know
+                near = f": must be {', '.join(accepted)}; leave it out with ~{full_name}"
+            line = f"{full_name} is not an argument of {name}{near}"
         raise ConfigError(line) from None
     return target
 
@@ -269,8 +269,8 @@ def call_target(
     Raises ConfigError for wrong arguments, and for any exception of the call.
     """
     target = check_target(spec, key, packages, kind)
-    known = inspect.signature(target).parameters
-    arguments = {name: value for name, value in extra.items() if name in known} | {**spec}
+    parameters = inspect.signature(target).parameters
+    arguments = {name: value for name, value in extra.items() if name in parameters} | {**spec}
     del arguments["_target_"]
     try:
         return target(first, **arguments)

@@ -20,24 +20,24 @@ TRANSLATED = ("strategy", "strategy.precision", "schedule")  # settings, with se
 HINTS = Path(__file__).with_name("hints.yaml")
 
 
-def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     """Return advice for an unknown name, such as `; did you mean optim.lr?`.
 
     A known name with the same last part comes first, then the advice in hints.yaml, then the
     nearest known name. `prefix` is written before a known name. Empty if nothing is similar.
     """
-    known = list(known)
+    candidates = list(candidates)
     leaf = _leaf(name)
     is_own = f"{prefix}{name}".startswith("task.options.")  # names that the task defines
     hints = {} if is_own else _read("names")
     foreign = leaf.lower().replace("-", "_")
-    close = [other for other in known if _leaf(other) == leaf]
+    close = [other for other in candidates if _leaf(other) == leaf]
     if close == ["task.trainer"]:
         close = []  # trainer=ddp is a group of lightning-hydra-template
     elif not close:
         # The prefix alone, as in run.patience and run.seed, makes no name near.
         least = 0.8 if foreign in hints else 0.5
-        near = closest(name, known, 0.6)
+        near = closest(name, candidates, 0.6)
         close = [near] * bool(near and _likeness(leaf, _leaf(near)) >= least)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
@@ -64,11 +64,11 @@ def suggest_hook(name: str, hooks: Iterable[str]) -> str:
     return did_you_mean(name, hooks, 0.85).removeprefix("; ")
 
 
-def suggest_attribute(name: str, known: Iterable[str]) -> str:
+def suggest_attribute(name: str, candidates: Iterable[str]) -> str:
     """Return advice for an attribute that a task does not have; empty if nothing is similar."""
     if name in (foreign := _read("attributes")):
         return foreign[name]
-    near = closest(name, known, 0.8)
+    near = closest(name, candidates, 0.8)
     return f"did you mean self.{near}?" if near else ""
 
 
@@ -93,7 +93,7 @@ T = TypeVar("T")
 Limits = Mapping[str, Any]
 _NO_LIMITS: Limits = {}
 NO_SETTING = {"is_setting": False}  # metadata of a dataclass field that is not a setting
-_NAMES: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     str: "a string",
@@ -117,9 +117,9 @@ def limit(**bounds: float) -> dict[str, float]:
     return _Bounds(bounds)
 
 
-def unknown(prefix: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(prefix: str, name: str, candidates: Iterable[str]) -> ConfigError:
     """Return the error for a name that is not a setting."""
-    return ConfigError(f"{prefix}{name} is not a setting{suggest(name, known, prefix)}")
+    return ConfigError(f"{prefix}{name} is not a setting{suggest(name, candidates, prefix)}")
 
 
 class OptionMapping(dict[str, Any]):
@@ -153,12 +153,12 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
         name = getattr(cls, "__qualname__", type(cls).__name__)
         raise ConfigError(f"{name}: must be a dataclass; write @dataclass above the class")
     hints = typing.get_type_hints(cls, include_extras=True)
-    known = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}
+    fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}
     for name in values:
-        if name not in known:
-            raise unknown(prefix, str(name), known)
+        if name not in fields:
+            raise unknown(prefix, str(name), fields)
     arguments = {}
-    for name, entry in known.items():
+    for name, entry in fields.items():
         key = f"{prefix}{name}"
         if name in values:
             arguments[name] = convert(hints[name], values[name], key)
@@ -296,4 +296,4 @@ def describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
         return f"a list of {len(choices)} values"
     bounds = {"min": "of at least", "above": "above", "max": "of at most", "below": "below"}
     limited = [f" {word} {limits[name]}" for name, word in bounds.items() if name in limits]
-    return _NAMES.get(origin or kind, "a group of settings") + " and".join(limited) + null
+    return _TYPE_NAMES.get(origin or kind, "a group of settings") + " and".join(limited) + null

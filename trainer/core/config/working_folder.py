@@ -44,18 +44,18 @@ def read_settings(folder: Path) -> FolderSettings:
     Raises ConfigError for a file that cannot be read, an unknown name, a missing folder, and if
     both files contain settings.
     """
-    found = {}
-    for name, (parse, most) in FILES.items():
+    by_file = {}
+    for name, (parse, most) in SETTINGS_FILES.items():
         if (folder / name).is_file():
             try:
                 settings = parse(read_of_user(folder / name, most).decode())
             except (ValueError, OSError) as error:
                 raise ConfigError(f"{name} cannot be read: {one_line(error)}; fix it") from None
             if settings is not None:
-                found[name] = _check(settings, name, folder)
-    if len(found) > 1:
-        raise ConfigError(f"config_dirs: {' and '.join(found)} both have settings; keep only one")
-    return next(iter(found.values()), FolderSettings())
+                by_file[name] = _check(settings, name, folder)
+    if len(by_file) > 1:
+        raise ConfigError(f"config_dirs: {' and '.join(by_file)} both have settings; keep only one")
+    return next(iter(by_file.values()), FolderSettings())
 
 
 def _check(settings: Any, name: str, folder: Path) -> FolderSettings:
@@ -63,10 +63,10 @@ def _check(settings: Any, name: str, folder: Path) -> FolderSettings:
     if not isinstance(settings, dict):
         raise ConfigError(f"{name}={settings}: must be a mapping")
     checked = build(FolderSettings, settings, f"{name}: ")
-    places = [str(Path(place).expanduser()) for place in checked.config_dirs]
-    for place in places:
-        if not (folder / place).is_dir():
-            raise ConfigError(f"{name}: config_dirs: {place} is not a directory; make or remove it")
+    places = [str(Path(path).expanduser()) for path in checked.config_dirs]
+    for path in places:
+        if not (folder / path).is_dir():
+            raise ConfigError(f"{name}: config_dirs: {path} is not a directory; make or remove it")
     return replace(checked, config_dirs=places)
 
 
@@ -86,19 +86,19 @@ def _parse_toml(text: str) -> Any:
     return tools.get("lockstep") if isinstance(tools, dict) else None
 
 
-FILES = {
+SETTINGS_FILES = {
     "lockstep.yaml": (_parse_yaml, MOST_OF_YAML),
     "pyproject.toml": (_parse_toml, MOST_OF_TOML),
 }
 
 
 def check_saved(
-    config: Config, home: Path, given: Collection[str], config_dirs: Sequence[str]
+    config: Config, home: Path, overridden_keys: Collection[str], config_dirs: Sequence[str]
 ) -> None:
     """Raise ConfigError if the config.json of the run directory `home` names code that the user
     has not named.
 
-    `given` are the settings of the command line.
+    `overridden_keys` are the settings of the command line.
     """
     task = config.task
     words = {  # that would name the packages on the command line
@@ -108,7 +108,7 @@ def check_saved(
     named = {*ALLOWED_PACKAGES}
     saved: dict[str, str] = {}
     for word, packages in words.items():
-        if word.partition("=")[0] in given:
+        if word.partition("=")[0] in overridden_keys:
             named |= {*packages}
         else:
             saved |= dict.fromkeys(packages, word)
@@ -147,8 +147,8 @@ def _of_the_user(
     tops = [package.partition(".")[0].encode() for package in wanted]
     if not _came_with(home, start, start):
         yield from read_settings(start).packages
-    found = [path.parent.parent for path in sorted(start.glob("*/task/*.yaml"))]
-    for folder in dict.fromkeys([*(start / place for place in config_dirs), *found]):
+    task_folders = [path.parent.parent for path in sorted(start.glob("*/task/*.yaml"))]
+    for folder in dict.fromkeys([*(start / path for path in config_dirs), *task_folders]):
         if not _came_with(home, folder, start):
             for file in sorted(folder.glob("*/*.yaml")):
                 with suppress(OSError, ValueError):
@@ -160,9 +160,9 @@ def _of_the_user(
 def _came_with(home: Path, folder: Path, start: Path) -> bool:
     """Return True for a folder in a run directory, or below `start` around a run directory."""
     run = home.resolve()
-    place = folder.resolve()
-    is_around = run.is_relative_to(place) and not start.resolve().is_relative_to(place)
-    return place.is_relative_to(run) or is_around
+    real_folder = folder.resolve()
+    is_around = run.is_relative_to(real_folder) and not start.resolve().is_relative_to(real_folder)
+    return real_folder.is_relative_to(run) or is_around
 
 
 def _named_in(raw: Any) -> Iterator[str]:

@@ -55,15 +55,15 @@ class LocalBatch:
         return len(self.pieces)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for number, piece in enumerate(self.pieces, self.first):
-            if number > self.first:  # Batches.take entered the phase for the first one
+        for micro_batch_index, piece in enumerate(self.pieces, self.first):
+            if micro_batch_index > self.first:  # Batches.take entered the phase for the first one
                 self.heartbeat.enter(Phase.COMPUTE)
-            yield self.prepare(piece, "train", self.epoch, self.step, number)
+            yield self.prepare(piece, "train", self.epoch, self.step, micro_batch_index)
 
-    def repeat_draws(self, number: int) -> None:
-        """Begin the random draws of the `number`-th of these micro-batches once more."""
-        _, indices = self.pieces[number]
-        self.prepare.begin_draws(self.step, self.first + number, indices)
+    def repeat_draws(self, micro_batch_index: int) -> None:
+        """Begin the random draws of one of these micro-batches once more."""
+        _, indices = self.pieces[micro_batch_index]
+        self.prepare.begin_draws(self.step, self.first + micro_batch_index, indices)
 
 
 class AheadFetcher(Protocol):
@@ -205,7 +205,7 @@ class Batches:
         """
         if not self._may_replace:
             return []
-        known = _examples(self.replaced)
+        unreadable_before = _examples(self.replaced)
         for replaced in self._ranks.group.gather(self._loaders[0].take_replaced()):
             self.replaced |= replaced
         unreadable = _examples(self.replaced)
@@ -213,7 +213,7 @@ class Batches:
         if len(unreadable) > most:
             raise RunError(f"""data.on_error=skip: {counted(len(unreadable), "train example")}
                 cannot be read; must be at most {most}; repair the data""")
-        return sorted(unreadable - known)
+        return sorted(unreadable - unreadable_before)
 
     def restore(self, step: int, chain: str, replaced: dict[str, int]) -> None:
         """Restore the ledger after `step`, and the replaced examples, from a checkpoint."""

@@ -114,6 +114,6 @@ class EvalBatches:
     def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
         """Iterate over (inputs, targets, number of real rows); padding rows come last."""
         pairs = zip(self._loader, self._shard.rows(), strict=False)
-        for number, (piece, rows) in enumerate(pairs, self._shard.first):
-            inputs, targets = self._prepare(piece, self.split, 0, -1, number)
+        for micro_batch_index, (piece, rows) in enumerate(pairs, self._shard.first):
+            inputs, targets = self._prepare(piece, self.split, 0, -1, micro_batch_index)
             yield inputs, targets, rows

@@ -21,16 +21,16 @@ def length_of(dataset: Any, subject: str) -> int:
     """Return the number of examples. Raises ConfigError unless `len` would return it too."""
     must = "__len__ must return an integer from 1 to 2**63 - 1"
     try:
-        given = dataset.__len__()
+        returned = dataset.__len__()
     except Exception as error:
         raise ConfigError(f"""{subject}, whose length cannot be read: {describe_with_place(error)};
             {must}""") from None
     try:
-        length = operator.index(given)
+        length = operator.index(returned)
     except TypeError:
         length = -1
     if length < 0 or length not in INT64:
-        raise ConfigError(f"{subject}, whose length is {given!r}; {must}")
+        raise ConfigError(f"{subject}, whose length is {returned!r}; {must}")
     return length
 
 

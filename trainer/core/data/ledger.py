@@ -24,10 +24,10 @@ from trainer.core.distributed.group import Group
 from trainer.core.rng import seed_example
 from trainer.core.state import keep_generators, sandbox
 
-ROWS = 64  # of a tensor of floats, at equal distances
-MOST_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms
+FLOAT_ROWS = 64  # of a tensor of floats, at equal distances
+HASHED_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms
 MOST_ELEMENTS = 2**20  # of a tensor in an example
-CLOSE = 1e-3  # relative distance of floats: data that is normalised may be rounded otherwise
+MOST_RELATIVE_DISTANCE = 1e-3  # of floats: data that is normalised may be rounded otherwise
 
 # By tensor or example: {"digest": of integers and texts, "values": one number for some floats}
 Content = dict[str, dict[str, Any]]
@@ -43,7 +43,7 @@ def describe(dataset: Any) -> Content | None:
         return {}
     if isinstance(dataset, TensorDataset):
         return {f"tensor {n}": _of_rows(t) for n, t in enumerate(dataset.tensors)}
-    found: Content = {}
+    content: Content = {}
     size = len(dataset)
     with sandbox(keep_generators()):
         for index in sorted({0, size // 2, size - 1}):
@@ -52,8 +52,8 @@ def describe(dataset: Any) -> Content | None:
                 first, second = (_of_example(dataset, index) for _ in range(2))
                 if first != second:
                     return None
-                found[f"example {index}"] = first
-    return found
+                content[f"example {index}"] = first
+    return content
 
 
 def find_changes(content: Any, other: Any) -> list[str]:
@@ -75,7 +75,7 @@ def _is_same(one: Any, other: Any) -> bool:
     try:
         scale = max((abs(value) for value in one["values"]), default=0.0)
         pairs = zip(one["values"], other["values"], strict=True)
-        is_close = all(abs(a - b) <= CLOSE * scale for a, b in pairs)
+        is_close = all(abs(a - b) <= MOST_RELATIVE_DISTANCE * scale for a, b in pairs)
         return is_close and one["digest"] == other["digest"]
     except (TypeError, ValueError, KeyError):  # other numbers of values, or a damaged file
         return False
@@ -87,7 +87,7 @@ def _of_rows(tensor: torch.Tensor) -> dict[str, Any]:
         return {"digest": form, "values": []}
     is_float = tensor.is_floating_point() or tensor.is_complex()
     each = max(1, tensor[:1].nbytes)
-    count = min(len(tensor), ROWS if is_float else max(ROWS, MOST_BYTES // each))
+    count = min(len(tensor), FLOAT_ROWS if is_float else max(FLOAT_ROWS, HASHED_BYTES // each))
     rows = torch.linspace(0, len(tensor) - 1, count, dtype=torch.float64).round().long()
     taken = tensor.detach()[rows.to(tensor.device)].cpu()
     if is_float:
@@ -142,8 +142,8 @@ def _project(rows: torch.Tensor) -> list[float]:
     rows = rows.nan_to_num(0.125, 1e30, -1e30)
     size = rows.shape[1]
     weights = (torch.arange(size, dtype=torch.float64) * 0.6180339887 + 0.3) % 1 - 0.5
-    found: list[float] = (rows @ weights / math.sqrt(max(1, size))).tolist()
-    return found
+    projections: list[float] = (rows @ weights / math.sqrt(max(1, size))).tolist()
+    return projections
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

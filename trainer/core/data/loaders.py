@@ -37,8 +37,8 @@ from trainer.core.data.order import IndexSampler
 from trainer.core.data.resident import Piece, ResidentLoader
 from trainer.core.data.sampling import Sampling
 from trainer.core.data.workers import (
-    POLL_S,
-    SHARED,
+    SHARED_MEMORY_FULL,
+    WORKER_POLL_S,
     check_limits,
     context_of_workers,
     no_answer,
@@ -71,8 +71,8 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     kind = type(dataset).__name__
     returned = f"build_dataset({split!r}) returned"
     if dataset is None or isinstance(dataset, DataLoader):
-        given = "None" if dataset is None else "a DataLoader"
-        raise ConfigError(f"""{returned} {given}: must be a dataset;
+        wrong_type = "None" if dataset is None else "a DataLoader"
+        raise ConfigError(f"""{returned} {wrong_type}: must be a dataset;
             Lockstep makes the batches, of data.global_batch rows""")
     if isinstance(dataset, Mapping):
         raise ConfigError(f"""{returned} a {kind} of {", ".join(map(str, list(dataset)[:3]))}:
@@ -215,7 +215,7 @@ class ExampleSource(Dataset):
                 return batch
         except Exception as error:  # of the task's code, or of examples that do not fit
             if os.strerror(errno.ENOSPC) in str(error):
-                raise RunError(SHARED) from None
+                raise RunError(SHARED_MEMORY_FULL) from None
             if is_own:
                 raise RunError(f"""{self._named(indices)}:
                     collate(rows) failed: {describe_with_place(error)}""") from None
@@ -263,7 +263,7 @@ class StreamedLoader:
             sampler=_Requests(sampler),
             batch_size=None,  # the source returns whole micro-batches
             num_workers=config.workers,
-            timeout=min(POLL_S, config.timeout_s or POLL_S) if config.workers else 0,
+            timeout=min(WORKER_POLL_S, config.timeout_s or WORKER_POLL_S) if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
             pin_memory=is_pinned,
             worker_init_fn=prepare_worker,

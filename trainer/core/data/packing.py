@@ -65,9 +65,9 @@ class PackedDataset(Dataset):
         packs: list[list[Piece]] = []
         rows = []
         for start, end in pairwise(bounds):
-            made = pack(counts[start:end].tolist(), budget, start)
-            packs += made
-            rows.append(len(made))
+            shard_packs = pack(counts[start:end].tolist(), budget, start)
+            packs += shard_packs
+            rows.append(len(shard_packs))
         self._ends = torch.tensor([len(each) for each in packs]).cumsum(0)
         self._pieces = torch.tensor([piece for each in packs for piece in each])
         if shards is not None:  # as an order and a fetcher know it
@@ -127,12 +127,12 @@ class PackedDataset(Dataset):
             raise ValueError(f"sequence {index} is a tuple: must be a tensor, or a dict of them")
         if not isinstance(example, Mapping):
             example = {"tokens": example}
-        found = {name: torch.as_tensor(values) for name, values in example.items()}
-        for name, values in found.items():
+        tensors = {name: torch.as_tensor(values) for name, values in example.items()}
+        for name, values in tensors.items():
             if values.shape != (int(self._lengths[index]),):
-                given = f"has shape {tuple(values.shape)}, and its length is {self._lengths[index]}"
-                raise ValueError(f"{name!r} of sequence {index} {given}: lengths must be theirs")
-        return {name: values[begin:end] for name, values in found.items()}
+                flaw = f"has shape {tuple(values.shape)}, and its length is {self._lengths[index]}"
+                raise ValueError(f"{name!r} of sequence {index} {flaw}: lengths must be theirs")
+        return {name: values[begin:end] for name, values in tensors.items()}
 
     def _filled(self, name: str, values: torch.Tensor) -> torch.Tensor:
         rest = values.new_full((self._budget - len(values),), self._padding.get(name, 0))

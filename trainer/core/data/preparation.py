@@ -51,8 +51,10 @@ class Preparation:
     checked: set[str] = field(default_factory=set)  # splits of which one micro-batch was checked
     forms: dict[str, Form] = field(default_factory=dict)  # by split, of what needs no conversion
 
-    def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
-        """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows.
+    def __call__(
+        self, piece: Piece, split: str, epoch: int, step: int, micro_batch_index: int
+    ) -> MicroBatch:
+        """Return micro-batch `micro_batch_index` of `step`, and begin the random draws of its rows.
 
         It is checked and converted, unless one of the same form was found to need neither.
         """
@@ -69,7 +71,7 @@ class Preparation:
         form = _form_of(inputs, targets, len(indices))
         if form is None or form != self.forms.get(split):
             inputs, targets = self._check(inputs, targets, split, indices, form)
-        self.draws.begin(step, number, indices, split)
+        self.draws.begin(step, micro_batch_index, indices, split)
         return inputs, targets
 
     def _check(
@@ -99,9 +101,9 @@ class Preparation:
             raise ConfigError(f"""split_batch reads {error}:
                 must be one of {", ".join(map(str, batch))}""") from error
 
-    def begin_draws(self, step: int, number: int, indices: torch.Tensor) -> None:
+    def begin_draws(self, step: int, micro_batch_index: int, indices: torch.Tensor) -> None:
         """Begin the random draws of these training examples once more."""
-        self.draws.begin(step, number, accelerator.copy_aside(indices, self.device))
+        self.draws.begin(step, micro_batch_index, accelerator.copy_aside(indices, self.device))
 
 
 def _form_of(inputs: Any, targets: Any, rows: int) -> Form | None:
@@ -119,10 +121,10 @@ def _pair(hook: str, returned: Any) -> MicroBatch:
     """Return what a hook returned. Raise ConfigError unless it is (inputs, targets)."""
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         return returned[0], returned[1]
-    given = f"a {type(returned).__name__}"
+    description = f"a {type(returned).__name__}"
     if isinstance(returned, (tuple, list)):
-        given += f" of {len(returned)}"
-    raise ConfigError(f"{hook} returned {given}: must return (inputs, targets)")
+        description += f" of {len(returned)}"
+    raise ConfigError(f"{hook} returned {description}: must return (inputs, targets)")
 
 
 def _check_not_text(tree: Any, split: str, index: int) -> None:

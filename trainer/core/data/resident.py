@@ -32,15 +32,15 @@ class ResidentDataset(TensorDataset):
 
 
 def _check_tensors(tensors: tuple[Any, ...]) -> None:
-    for number, tensor in enumerate(tensors, 1):
-        must = f"argument {number} must be a tensor with a row for each example"
+    for index, tensor in enumerate(tensors, 1):
+        must = f"argument {index} must be a tensor with a row for each example"
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"ResidentDataset: {must}, and is a {type(tensor).__name__}")
         if not tensor.dim():
             raise ConfigError(f"ResidentDataset: {must}, and is a scalar")
         if tensor.size(0) != tensors[0].size(0):
             raise ConfigError(f"""ResidentDataset: {must},
-                and arguments 1 and {number} have {tensors[0].size(0)} and {tensor.size(0)} rows""")
+                and arguments 1 and {index} have {tensors[0].size(0)} and {tensor.size(0)} rows""")
     if not tensors:
         raise ConfigError("ResidentDataset: must have at least one tensor")
 

@@ -25,16 +25,16 @@ from trainer.core.errors import ConfigError, RunError, one_line
 from trainer.core.process.child import end_with_parent
 from trainer.core.process.streams import outlive_terminal
 
-FILES = 64  # files that a rank opens, besides those open at the start
+FILES_OF_A_RANK = 64  # files that a rank opens, besides those open at the start
 FILES_OF_A_WORKER = 10  # its pipes, and the tensors of two batches in flight
 ENOUGH_FILES = 65_536  # for a global batch of many micro-batches: each tensor is a file
 # The path of a socket has at most 107 bytes: unix(7).
 MOST_OF_A_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 BEGIN_S = 5.0  # a forked worker begins within milliseconds
-TRIES = 3
-POLL_S = 0.5  # between two looks whether the workers are alive, while their batch is awaited
+FORK_TRIES = 3
+WORKER_POLL_S = 0.5  # between two looks whether the workers are alive, while their batch is awaited
 MOST_WAIT_S = 20.0  # for a batch, after a request to stop
-SHARED = (
+SHARED_MEMORY_FULL = (
     "shared memory (/dev/shm), which workers use to send batches, is full: enlarge it"
     " (docker run --shm-size=8g), or set a smaller data.micro_batch or data.workers=0"
 )
@@ -53,7 +53,7 @@ def check_limits(workers: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return
-    need = FILES + FILES_OF_A_WORKER * workers
+    need = FILES_OF_A_RANK + FILES_OF_A_WORKER * workers
     with suppress(OSError):
         need += len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     if need > most:
@@ -68,7 +68,7 @@ def check_limits(workers: int) -> None:
 
 
 def wait_for_workers(answers: Iterator[Any], timeout_s: float) -> Iterator[Any]:
-    """Yield the answers of a DataLoader whose own timeout is POLL_S.
+    """Yield the answers of a DataLoader whose own timeout is WORKER_POLL_S.
 
     When it ends, torch checks that its workers are alive: one that has exited with code 0 sends no
     signal that torch heeds. Raises torch's RuntimeError once `timeout_s` is exceeded, unless it
@@ -115,7 +115,7 @@ def workers_named(
         if "timed out" in message:
             why = f"data.timeout_s={timeout_s:g} is exceeded"
         if "Bus error" in message:
-            raise RunError(f"""{name} died of a bus error: either {SHARED};
+            raise RunError(f"""{name} died of a bus error: either {SHARED_MEMORY_FULL};
                 or a memory-mapped file was truncated""") from None
         raise no_answer(name, why) from None
 
@@ -124,7 +124,7 @@ def no_answer(name: str, why: str) -> RunError:
     return RunError(f"{name} does not respond: {why}; check its dataset")
 
 
-def prepare_worker(number: int) -> None:
+def prepare_worker(worker: int) -> None:
     """Initialise a data worker: only its rank ends it, and it prints no lost connection.
 
     torchrun, SLURM and systemd send signals to all processes of a job; a worker ignores them.
@@ -169,11 +169,11 @@ class _ForkedWorker(ForkProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         """Fork. Raises RunError if the child does not begin, three times."""
-        for _ in range(TRIES):
+        for _ in range(FORK_TRIES):
             child = process_obj._fork()
             if child is not None:
                 return child
-        raise RunError(f"""no data worker began within {BEGIN_S:g} s, {TRIES} times;
+        raise RunError(f"""no data worker began within {BEGIN_S:g} s, {FORK_TRIES} times;
             set data.workers=0""")
 
     def _fork(self) -> Any:

@@ -22,8 +22,8 @@ def kind() -> str:
 
     MPS has no float64, in which sums and metrics are kept.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None or found.type == "mps" else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None or device.type == "mps" else device.type
 
 
 def count() -> int:
@@ -96,8 +96,8 @@ def generators(device: torch.device) -> list[torch.Generator]:
     if not is_used(device):
         return [torch.default_generator]
     # CUDA's are there once it is initialised
-    found = getattr(module(device), "default_generators", ())
-    return [torch.default_generator, *found[device.index or 0 : (device.index or 0) + 1]]
+    defaults = getattr(module(device), "default_generators", ())
+    return [torch.default_generator, *defaults[device.index or 0 : (device.index or 0) + 1]]
 
 
 def fork_rng(devices: Sequence[torch.device]) -> AbstractContextManager[None]:

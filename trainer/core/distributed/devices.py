@@ -14,10 +14,10 @@ from trainer.core.config.typed import suggest
 from trainer.core.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
-NUMBERS = ("memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
-OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "cpu"}  # slower than what the table has
+NUMBERS_OF_A_DEVICE = ("memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
+SLOWER_VARIANTS = {"pcie", "nvl", "mig", "laptop", "max", "cpu"}  # slower than what the table has
 ASSUMED = ("compute", "links", "memory", "latency_us")
-PARTS = ("devices", "assumed")
+TABLE_PARTS = ("devices", "assumed")
 ARITHMETIC = {"amp_bf16": "bf16", "amp_fp16": "fp16"}  # of a precision; others have its name
 
 
@@ -41,8 +41,8 @@ class Device:
 
     def peak(self, precision: str) -> float | None:
         """Return the peak of its data sheet in operations per second."""
-        found = self.tflops.get(ARITHMETIC.get(precision, precision))
-        return None if found is None else found * 1e12
+        tflops = self.tflops.get(ARITHMETIC.get(precision, precision))
+        return None if tflops is None else tflops * 1e12
 
     def flops_per_s(self, precision: str) -> float:
         """Return the assumed speed. Raises ConfigError if the device has no such arithmetic."""
@@ -57,8 +57,12 @@ def find_known(name: str) -> Device | None:
     """Return the device of the table that torch's name, such as "NVIDIA H100 80GB HBM3", is."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     pairs = ["".join(pair) for pair in pairwise(words)]  # RTX 4090
-    known = next((key for key in list_devices() if key in words or key in pairs), None)
-    return None if known is None or OTHERS.intersection(words) else find_device(known, None)
+    device_name = next((key for key in list_devices() if key in words or key in pairs), None)
+    return (
+        None
+        if device_name is None or SLOWER_VARIANTS.intersection(words)
+        else find_device(device_name, None)
+    )
 
 
 def list_devices() -> list[str]:
@@ -85,9 +89,9 @@ def find_device(name: str, file: str | None) -> Device:
     if kind not in ("gpu", "cpu"):
         raise ConfigError(f"{where}.kind={kind}: must be gpu or cpu")
     tflops = {str(key): _number(where, f"tflops.{key}", v) for key, v in entry["tflops"].items()}
-    numbers = {key: _number(where, key, entry.get(key)) for key in NUMBERS}
-    known = {key: _number("assumed", key, assumed.get(key)) for key in ASSUMED}
-    return Device(name, kind == "gpu", tflops, **numbers, assumed=known)
+    numbers = {key: _number(where, key, entry.get(key)) for key in NUMBERS_OF_A_DEVICE}
+    assumptions = {key: _number("assumed", key, assumed.get(key)) for key in ASSUMED}
+    return Device(name, kind == "gpu", tflops, **numbers, assumed=assumptions)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -97,9 +101,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(f"""devices={path}: cannot be read: {reason};
             copy {TABLE.name} of the package""") from None
-    parts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in PARTS]
+    parts: list[Any] = [
+        content.get(key) if isinstance(content, dict) else None for key in TABLE_PARTS
+    ]
     if not all(isinstance(part, dict) for part in parts):
-        raise ConfigError(f"""devices={path}: must have the mappings {" and ".join(PARTS)};
+        raise ConfigError(f"""devices={path}: must have the mappings {" and ".join(TABLE_PARTS)};
             copy {TABLE.name} of the package""")
     return parts[0], parts[1]
 

@@ -23,10 +23,11 @@ from trainer.core.distributed.watch.heartbeat import Heartbeat
 from trainer.core.distributed.watch.phases import Phase
 
 NOTICE_S = 2.0  # between two looks for a rank at the end, while there is none
-POLL_S = 0.2
+BARRIER_POLL_S = 0.2
 RELEASE_S = 5.0  # for rank 0 to come to the end by itself, once the bucket has all
-# Without a sign of rank 0, whose thread gives one every POLL_S: its process has ended or is frozen.
-# All ranks start again only after this: with 30 s here a restart took 34 s, without a mirror 3 s.
+# Without a sign of rank 0, whose thread gives one every BARRIER_POLL_S: its process has ended or is
+# frozen. All ranks start again only after this: with 30 s here a restart took 34 s, without a
+# mirror 3 s.
 GONE_S = 10.0
 # Keys of the store, and what rank 0 reports.
 WAITS, STATE = "waits", "state"
@@ -84,7 +85,7 @@ class ExitBarrier:
             with suppress(RuntimeError):
                 if self._rank == 0:
                     self._report(CLOSED)
-                    time.sleep(2 * POLL_S)  # the store may end with this process
+                    time.sleep(2 * BARRIER_POLL_S)  # the store may end with this process
                 else:
                     self._await_rank_0(self._store)
 
@@ -105,7 +106,7 @@ class ExitBarrier:
                 return
             if word != CLOSING and clock - begun > self._limit_s + RELEASE_S:
                 return
-            time.sleep(POLL_S)
+            time.sleep(BARRIER_POLL_S)
 
     def _report(self, word: str) -> None:
         if self._store is not None:
@@ -127,5 +128,5 @@ class ExitBarrier:
                     self._report(CLOSING if self._is_here.is_set() else state)
                 if not self._is_here.is_set() and time.monotonic() < end:
                     self._heartbeat.refresh()
-                if self._is_over.wait(POLL_S):
+                if self._is_over.wait(BARRIER_POLL_S):
                     return

@@ -36,7 +36,7 @@ from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError, RunError, describe, message_of
 from trainer.core.extensions import BACKENDS
 
-_LOST = re.compile(
+_LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe"
     r"|Connection was likely closed|remote process exited|Timed out waiting \w+"
     r"|Application timeout|wait timeout"
@@ -45,7 +45,7 @@ _LOST = re.compile(
 
 CPU = torch.device("cpu")
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-_KINDS = {"config": ConfigError, "run": RunError}
+_ERROR_TYPES = {"config": ConfigError, "run": RunError}
 
 
 class Group:
@@ -168,11 +168,11 @@ class Group:
         """
         if self.world.world_size == 1:
             return
-        number = number_of(facts)
+        digest = number_of(facts)
         if dist.is_initialized():
-            is_equal = not self.find_unequal(torch.tensor([number])).any()
+            is_equal = not self.find_unequal(torch.tensor([digest])).any()
         else:
-            is_equal = self.tell_all(len({*self.collect(number)}) == 1)
+            is_equal = self.tell_all(len({*self.collect(digest)}) == 1)
         if not is_equal:
             name, ranks = find_odd_ranks(self, facts)
             differ = " and ".join(f"{value} on {name_ranks(who)}" for value, who in ranks)
@@ -228,12 +228,12 @@ class Group:
                     add_note(f"The same on {name_ranks(alike)}.")
             if problem is not None:
                 raise problem
-            if kind in _KINDS:
-                raise _KINDS[kind](line)
+            if kind in _ERROR_TYPES:
+                raise _ERROR_TYPES[kind](line)
             raise RuntimeError(f"rank {rank} failed {doing}: {line}")
 
-    def all_arrive(self, place: str, limit_s: float) -> bool:
-        """Return True if all ranks call this with the same `place` within the limit.
+    def all_arrive(self, meeting_point: str, limit_s: float) -> bool:
+        """Return True if all ranks call this with the same `meeting_point` within the limit.
 
         Unlike a collective it may be called by some ranks only, while others wait in a collective.
         """
@@ -242,10 +242,10 @@ class Group:
             return True
         end = time.monotonic() + limit_s
         with suppress(RuntimeError):  # the store has gone, with its rank
-            if self.store.add(f"arrived/{place}", 1) == size:
-                self.store.set(f"arrived/{place}/all", "")
+            if self.store.add(f"arrived/{meeting_point}", 1) == size:
+                self.store.set(f"arrived/{meeting_point}/all", "")
             while time.monotonic() < end:
-                if self.store.check([f"arrived/{place}/all"]):
+                if self.store.check([f"arrived/{meeting_point}/all"]):
                     return True
                 time.sleep(0.02)
         return False
@@ -256,7 +256,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            lost = _LOST.search(str(error))
+            lost = _LOST_PEER.search(str(error))
             if lost is None or not is_of_a_group(error):
                 raise
             line = f"{LOST} ({lost[0]})"
@@ -268,7 +268,7 @@ class Group:
 
 def _describe(problem: Exception | None) -> tuple[str, str]:
     """Return the kind of an error and its line; two empty strings for None."""
-    for kind, error in _KINDS.items():
+    for kind, error in _ERROR_TYPES.items():
         if isinstance(problem, error):
             return kind, message_of(problem)
     return ("other", describe(problem)) if problem else ("", "")
@@ -291,13 +291,13 @@ def find_odd_ranks(
     Ranks with None are not compared. An empty name and list if nothing differs.
     """
     every = {rank: own for rank, own in enumerate(group.collect(facts)) if own is not None}
-    found: tuple[str, dict[str, list[int]]] = ("", {})
+    first_difference: tuple[str, dict[str, list[int]]] = ("", {})
     for name in dict.fromkeys(name for own in every.values() for name in own):
         ranks = ranks_by_value({rank: str(own.get(name)) for rank, own in every.items()})
         if len(ranks) > 1:
-            found = (name, ranks)
+            first_difference = (name, ranks)
             break
-    return group.tell_all([found[0], [*found[1].items()]])
+    return group.tell_all([first_difference[0], [*first_difference[1].items()]])
 
 
 def most(group: Group, tensor: torch.Tensor, among: Any = None) -> torch.Tensor:
@@ -364,14 +364,14 @@ def _quietly() -> Iterator[None]:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 @contextmanager

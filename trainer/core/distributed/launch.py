@@ -74,9 +74,9 @@ def launch(
     return next((code for code in (2, 1, STOPPED) if code in last), 1)
 
 
-def _end(number: int, frame: object) -> None:
+def _end(signal_number: int, frame: object) -> None:
     """Handle a signal before the agent is running."""
-    raise SignalException("before the ranks were started", signal.Signals(number))
+    raise SignalException("before the ranks were started", signal.Signals(signal_number))
 
 
 @contextmanager
@@ -113,8 +113,8 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
         logs_specs=DefaultLogsSpecs(),
         signals_to_handle=",".join(s.name for s in SIGNALS),
     )
-    for number in SIGNALS:
-        signal.signal(number, _end)  # until torchrun's agent installs its own handlers
+    for signal_number in SIGNALS:
+        signal.signal(signal_number, _end)  # until torchrun's agent installs its own handlers
     check_start(0.0)
     elastic_launch(engine, sys.executable)(*words)
 
@@ -129,10 +129,10 @@ def _spawn(size: int, words: Sequence[str], patience_s: float) -> None:
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
-        def send(number: int) -> None:
+        def send(signal_number: int) -> None:
             for pid in ranks.pids():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, signal_number)
 
         with signals_passed_on(SIGNALS, send):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -40,7 +40,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's, for why a rank failed
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 _MVAPICH = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-MOST_NODES = 10**6
+MOST_HOSTS = 10**6
 _PORTS = range(20000, 32000)  # below the ephemeral ports that systems assign
 
 
@@ -122,12 +122,12 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
     for names in (_OPEN_MPI, _MPICH, _MVAPICH):
         # srun sets PMI's too; mpirun of MPICH and of Intel MPI starts its processes with srun
         is_srun = has_step and names == _MPICH and "MPI_LOCALNRANKS" not in environment
-        known = [name for name in names[:2] if name in environment]
-        if len(known) == 2 and not is_srun:
+        present_names = [name for name in names[:2] if name in environment]
+        if len(present_names) == 2 and not is_srun:
             return _by_mpirun(environment, names)
-        if len(known) == 1 and not has_step:
-            (other,) = {*names[:2]} - {*known}
-            raise _missing(other, f"{known[0]}={environment[known[0]]}")
+        if len(present_names) == 1 and not has_step:
+            (other,) = {*names[:2]} - {*present_names}
+            raise _missing(other, f"{present_names[0]}={environment[present_names[0]]}")
     return _by_srun(environment) if has_step else Launcher("python", {})
 
 
@@ -175,23 +175,25 @@ def _by_mpirun(environment: Mapping[str, str], names: list[str]) -> Launcher:
 
 def _by_srun(environment: Mapping[str, str]) -> Launcher:
     job = f"slurm:{_read(environment, 'SLURM_JOB_ID')[1]}"
-    counts, given = _read(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks = expand_counts(given, counts)
+    counts_name, counts_text = _read(
+        environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
+    )
+    tasks = expand_counts(counts_text, counts_name)
     node = _count(environment, "SLURM_NODEID")
     if node >= len(tasks):
         raise ConfigError(f"""SLURM_NODEID={node}:
-            must be below the {len(tasks)} nodes of {counts}={given}; start with srun""")
-    size, number = _read(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+            must be below the {len(tasks)} nodes of {counts_name}={counts_text}; start with srun""")
+    size_name, size_text = _read(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     variables = {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": number,
+        "WORLD_SIZE": size_text,
         "LOCAL_RANK": _read(environment, "SLURM_LOCALID")[1],
         "LOCAL_WORLD_SIZE": str(tasks[node]),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(len(tasks)),
     }
-    own = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", size), ("LOCAL_RANK", "SLURM_LOCALID"))
-    names = {**dict(own), "LOCAL_WORLD_SIZE": counts, "GROUP_RANK": "SLURM_NODEID"}
+    own = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", size_name), ("LOCAL_RANK", "SLURM_LOCALID"))
+    names = {**dict(own), "LOCAL_WORLD_SIZE": counts_name, "GROUP_RANK": "SLURM_NODEID"}
     master = _given_master(environment)
     if "MASTER_ADDR" not in master and variables["WORLD_SIZE"] != "1":
         nodes = _read(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")[1]
@@ -262,8 +264,8 @@ def expand_hosts(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         pieces = re.findall(r"([^\[]+)|\[([^\]]*)\]", part)
         choices = [[name] if name else _expand_numbers(ranges, text) for name, ranges in pieces]
-        if prod(map(len, choices)) > MOST_NODES:
-            raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be at most {MOST_NODES:,} hosts")
+        if prod(map(len, choices)) > MOST_HOSTS:
+            raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be at most {MOST_HOSTS:,} hosts")
         hosts += map("".join, itertools.product(*choices))
     if not hosts:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be a list of hosts, as in n[1-3,7]")
@@ -275,11 +277,13 @@ def _expand_numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
         size = int(match[2] or match[1]) - int(match[1]) + 1 if match else 0
-        if match is None or not 0 < size <= MOST_NODES:
+        if match is None or not 0 < size <= MOST_HOSTS:
             raise ConfigError(f"""SLURM_STEP_NODELIST={text}:
                 [{ranges}] must be numbers and ranges, as in [03-07,12]""")
         first, last = match[1], match[2] or match[1]
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        numbers += [
+            f"{host_number:0{len(first)}d}" for host_number in range(int(first), int(last) + 1)
+        ]
     return numbers
 
 

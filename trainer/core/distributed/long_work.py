@@ -34,10 +34,10 @@ from trainer.core.process.child import end_with_parent
 
 PROGRESS_S = 2.0  # until the first line, then twice as long each time
 MOST_BETWEEN_S = 60.0
-POLL_S = 0.05
+WORK_POLL_S = 0.05
 IDLE_S = 60.0  # without progress
 MOST_MEMORY = 2**32  # bytes that a process apart may need more than this one
-GIVEN = (ServerError, RunError, ConfigError)  # errors that are raised again as they are
+ERRORS_RAISED_AGAIN = (ServerError, RunError, ConfigError)  # as they are
 PAGE = 4096  # bytes of the memory in which a process apart notes its progress
 Item = TypeVar("Item")
 Tell = Callable[[str], None]
@@ -52,8 +52,8 @@ class WorkProgress:
         self._wait_s = PROGRESS_S
         self._shown = time.monotonic()
 
-    def check(self, number: int) -> None:
-        """Show `number` units, if the last line is long ago. Raises RunError if asked to stop."""
+    def check(self, units_done: int) -> None:
+        """Show `units_done`, if the last line is long ago. Raises RunError if asked to stop."""
         if name := signal_to_stop(0.0):
             raise RunError(f"asked to stop ({name}) while {self.what}; nothing was saved")
         if time.monotonic() - self._shown < self._wait_s:
@@ -61,15 +61,15 @@ class WorkProgress:
         self._shown = time.monotonic()
         self._wait_s = min(2 * self._wait_s, MOST_BETWEEN_S)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            line = f"{self.what}: {number:,} {self._unit} so far ..."
+            line = f"{self.what}: {units_done:,} {self._unit} so far ..."
             print(visible(line), file=sys.stderr, flush=True)
 
 
 def watched(items: Iterable[Item], what: str, unit: str) -> Iterator[Item]:
     """Yield items; raise RunError between two of them if asked to stop, and show progress."""
     progress = WorkProgress(what, unit)
-    for number, item in enumerate(items):
-        progress.check(number)
+    for units_done, item in enumerate(items):
+        progress.check(units_done)
         yield item
 
 
@@ -77,19 +77,19 @@ def run_apart(
     work: Callable[[Tell], Any],
     what: str,
     unit: str,
-    given: str,
+    setting: str,
     advice: str = "mend it",
 ) -> Any:
     """Return the plain values that `work(tell)` returns, computed in a process that is forked.
 
-    `work` calls `tell(place)` for each unit, such as a row. The process is ended when this one is
-    asked to stop, after IDLE_S without a call, and if it needs more than MOST_MEMORY; the last two
-    raise ConfigError, which begins with `given`, names the place and ends with `advice`. Its errors
-    of one line are raised here. Without Linux the work is done in this process.
+    `work` calls `tell(location)` for each unit, such as a row. The process is ended when this one
+    is asked to stop, after IDLE_S without a call, and if it needs more than MOST_MEMORY; the last
+    two raise ConfigError, which begins with `setting`, names the location and ends with `advice`.
+    Its errors of one line are raised here. Without Linux the work is done in this process.
     """
     if sys.platform != "linux":
         progress, numbers = WorkProgress(what, unit), count(1)
-        return work(lambda place: progress.check(next(numbers)))
+        return work(lambda location: progress.check(next(numbers)))
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -110,14 +110,14 @@ def run_apart(
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         os.close(reader)
-        place = _read_notes(notes)[1]
+        location = _read_notes(notes)[1]
         notes.close()
     if limit:
-        raise ConfigError(f"""{given}: {what} takes more than {limit} at {place};
+        raise ConfigError(f"""{setting}: {what} takes more than {limit} at {location};
             remove what is there, or {advice}""")
     if not answer:
         name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "an exit"
-        raise ConfigError(f"""{given}: {name} ended the process that was {what}, at {place};
+        raise ConfigError(f"""{setting}: {name} ended the process that was {what}, at {location};
             see the kernel's log, and what is there""")
     return _take(json.loads(answer), what)
 
@@ -126,8 +126,8 @@ def _be_apart(work: Callable[[Tell], Any], parent: int, notes: mmap.mmap, writer
     """Do the work, write the answer and exit."""
     numbers = count(1)
 
-    def tell(place: str) -> None:
-        text = place.encode(errors="replace")[: PAGE - 16]
+    def tell(location: str) -> None:
+        text = location.encode(errors="replace")[: PAGE - 16]
         notes[:16] = next(numbers).to_bytes(8, "little") + len(text).to_bytes(8, "little")
         notes[16 : 16 + len(text)] = text
 
@@ -137,8 +137,8 @@ def _be_apart(work: Callable[[Tell], Any], parent: int, notes: mmap.mmap, writer
         end_with_parent(parent)
         try:
             answer = {"result": work(tell)}
-        except GIVEN as error:
-            kind = next(kind for kind in GIVEN if isinstance(error, kind))
+        except ERRORS_RAISED_AGAIN as error:
+            kind = next(kind for kind in ERRORS_RAISED_AGAIN if isinstance(error, kind))
             answer = {"error": [kind.__name__, message_of(error)]}
         except Exception as error:
             answer = {"error": [describe_with_place(error), traceback.format_exc()]}
@@ -156,18 +156,18 @@ def _wait_for(pid: int, reader: int, notes: mmap.mmap, progress: WorkProgress) -
     parts: list[bytes] = []
     seen, idle_s, begun = -1, 0.0, _memory_of(pid)
     while True:
-        ready, _, _ = select.select([reader], [], [], POLL_S)
+        ready, _, _ = select.select([reader], [], [], WORK_POLL_S)
         if ready:
             part = os.read(reader, 2**16)
             if not part:
                 return b"".join(parts), ""
             parts.append(part)
             continue
-        number, _ = _read_notes(notes)
-        progress.check(number)
+        units_done, _ = _read_notes(notes)
+        progress.check(units_done)
         # of polls, not of a clock, which goes on while this process is stopped
-        idle_s = idle_s + POLL_S if number == seen else 0.0
-        seen = number
+        idle_s = idle_s + WORK_POLL_S if units_done == seen else 0.0
+        seen = units_done
         if idle_s > IDLE_S:
             return b"", f"{IDLE_S:.0f} s"
         if begun and _memory_of(pid) - begun > MOST_MEMORY:
@@ -176,9 +176,9 @@ def _wait_for(pid: int, reader: int, notes: mmap.mmap, progress: WorkProgress) -
 
 def _read_notes(notes: mmap.mmap) -> tuple[int, str]:
     """Return how many units are done, and the place of the last one."""
-    number, size = (int.from_bytes(notes[at : at + 8], "little") for at in (0, 8))
+    units_done, size = (int.from_bytes(notes[at : at + 8], "little") for at in (0, 8))
     text = notes[16 : 16 + min(size, PAGE - 16)].decode(errors="replace")
-    return number, visible(text) or "its start"
+    return units_done, visible(text) or "its start"
 
 
 def _memory_of(pid: int) -> int:
@@ -193,9 +193,9 @@ def _take(answer: dict[str, Any], what: str) -> Any:
     if "result" in answer:
         return answer["result"]
     kind, text = answer["error"]
-    for known in GIVEN:
-        if kind == known.__name__:
-            raise known(text)
+    for error_type in ERRORS_RAISED_AGAIN:
+        if kind == error_type.__name__:
+            raise error_type(text)
     error = RuntimeError(f"{what}: {kind}")
     if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(text)

@@ -15,8 +15,8 @@ from typing import Any
 from trainer.core.distributed.watch.process_table import kernel_state, read_stat
 from trainer.core.errors import shortened, visible
 
-HIDDEN = "?"  # another user's process where /proc has the option hidepid
-MOST_OF_A_NAME = 100  # characters of a host, as anybody may have written it
+HIDDEN_PROCESS = "?"  # another user's process where /proc has the option hidepid
+MOST_OF_A_HOST = 100  # characters of a host, as anybody may have written it
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Owner:
     def is_running(self) -> bool:
         """True if it runs on this machine: neither one that has ended and was not waited for, as of
         a killed launcher, nor a later one with its number."""
-        now = began(self.pid)
-        return now == HIDDEN or (now != "" and self.began in ("", now))
+        start = began(self.pid)
+        return start == HIDDEN_PROCESS or (start != "" and self.began in ("", start))
 
     @property
     def is_stopped(self) -> bool:
@@ -74,7 +74,7 @@ class Owner:
     def describe(self) -> str:
         """Return the process in words, such as `process 12 on node1`."""
         names = ["?" if each in (None, "") else str(each) for each in (self.pid, self.host)]
-        pid, host = (visible(shortened(name, MOST_OF_A_NAME)) for name in names)
+        pid, host = (visible(shortened(name, MOST_OF_A_HOST)) for name in names)
         return f"process {pid} on {host}"
 
 
@@ -97,7 +97,7 @@ def began(pid: Any) -> str:
         if not fields[0]:
             os.kill(int(pid), 0)
     except PermissionError:
-        return HIDDEN
+        return HIDDEN_PROCESS
     except (OSError, ValueError, TypeError, OverflowError):
         return ""
     return "" if fields[0] in ("", "Z", "X") else fields[19]

@@ -98,17 +98,17 @@ def _note_failure(error: BaseException, ranks: Ranks) -> None:
     places = [f"{each.filename}:{each.lineno}" for each in extract_tb(error.__traceback__)]
     key = f"failure/{number_of(f'{type(error).__name__} {places}')}"
     store = dist.PrefixStore(key, ranks.group.store)
-    found: list[bool] = []
+    claims: list[bool] = []
 
     def claim() -> None:
         with suppress(RuntimeError):  # the store has gone, with its rank
-            found.append(_is_first(store, world.rank))
+            claims.append(_is_first(store, world.rank))
 
     thread = threading.Thread(target=claim, daemon=True)  # a store may not answer
     thread.start()
     thread.join(2 * RANK_0_S)
-    if found:
-        failure = Failure(found[0], partial(_count_alike, store, world.world_size))
+    if claims:
+        failure = Failure(claims[0], partial(_count_alike, store, world.world_size))
     set_failure(error, failure)
 
 

@@ -63,10 +63,10 @@ def collective_limit(config: DistSettings, backend: str) -> float:
 
 GUEST = "LOCKSTEP_GUEST"  # set in a process that meets others at the store of a run, by its name
 MAX_POLL_S = 0.05  # of a file
-LOOK_S = 0.25  # how often a waiting rank checks for a stop request
+STOP_LOOK_S = 0.25  # how often a waiting rank checks for a stop request
 FOREVER = timedelta(days=30)
 FIRST_ENTRY = b"\x09\0\0\0refcount/"  # how every file of a FileStore begins (torch 2.13)
-GRACE_S = 0.6  # the other ranks wait this much longer than rank 0 for its reply
+REPLY_GRACE_S = 0.6  # the other ranks wait this much longer than rank 0 for its reply
 
 num_meetings = 0  # started by this process; after the first, all ranks fail at the same time
 
@@ -87,14 +87,14 @@ def meet(config: DistSettings, world: World) -> dist.Store:
     """
     global num_meetings
     num_meetings += 1
-    place = _describe_place(config, world)
+    location = _describe_place(config, world)
     try:
-        return _Meeting(config, world, place).hold()
+        return _Meeting(config, world, location).hold()
     except RunError:
         raise
     except (RuntimeError, OSError) as error:
         lost = f"rank 0 exited ({_first_line(error)}); read its error message"
-        raise ConfigError(f"rendezvous at {place} failed: {lost}") from None
+        raise ConfigError(f"rendezvous at {location} failed: {lost}") from None
 
 
 def part(config: DistSettings, world: World) -> None:
@@ -210,11 +210,11 @@ class _Meeting:
     asks for every hello before its own to be repeated: a process that exited does not repeat it.
     """
 
-    def __init__(self, config: DistSettings, world: World, place: str):
+    def __init__(self, config: DistSettings, world: World, location: str):
         self._config = config
         self._world = world
-        self._place = place
-        self._failure = f"no rendezvous at {place} within dist.timeout_s={config.timeout_s:g}"
+        self._place = location
+        self._failure = f"no rendezvous at {location} within dist.timeout_s={config.timeout_s:g}"
         self._deadline = time.monotonic() + config.timeout_s
         self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
         self._base = self._open_in_time()
@@ -242,7 +242,7 @@ class _Meeting:
 
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
-        while thread.is_alive() and time.monotonic() < self._deadline + GRACE_S:
+        while thread.is_alive() and time.monotonic() < self._deadline + REPLY_GRACE_S:
             thread.join(0.1)
             check_start()
         if not results:
@@ -266,7 +266,7 @@ class _Meeting:
             members = self._collect(first, hellos)
         except ConfigError as error:
             self._reply(hellos, problem=str(error))
-            time.sleep(GRACE_S / 2)  # the store may end with this process before the reply is read
+            time.sleep(REPLY_GRACE_S / 2)  # the store may end with this process before it is read
             raise
         name = secrets.token_hex(8)
         taken = [n for n, hello in hellos.items() if members.get(hello.rank) is hello]
@@ -275,18 +275,18 @@ class _Meeting:
             self._reply([max(hellos) + 1], members=members)
         return name
 
-    def _collect(self, number: int, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
-        """Read hellos after `number` until all ranks are there; return the newest of each rank."""
+    def _collect(self, hello_number: int, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
+        """Read hellos after `hello_number` until all ranks are there; return each rank's newest."""
         members = {0: self._own}
         while len(members) < self._own.size:
-            values = self._read_hellos(number + 1)
+            values = self._read_hellos(hello_number + 1)
             if not values:
                 here = "; ".join(f"rank {rank} is {members[rank]}" for rank in sorted(members)[:8])
                 missing = name_ranks(self._missing(members))
                 raise ConfigError(f"{self._failure}: {missing} did not connect; {here}")
             for value in values:
-                number += 1
-                hello = hellos[number] = _Hello(*value)
+                hello_number += 1
+                hello = hellos[hello_number] = _Hello(*value)
                 if self._is_fresh:
                     self._check(hello, members)
                 if hello.rank and hello.size == self._own.size:
@@ -296,7 +296,7 @@ class _Meeting:
     def _read_hellos(self, first: int) -> list[Any]:
         """Return all hellos from a number on, or wait for the next; empty at the deadline."""
         last = self._store.add("hellos", 0)
-        keys = [f"hello/{number}" for number in range(first, last + 1)]
+        keys = [f"hello/{hello_number}" for hello_number in range(first, last + 1)]
         if len(keys) > 1 and self._store.check(keys):
             return self._store.take(*keys)
         value = self._wait_for(f"hello/{first}", self._deadline)
@@ -318,14 +318,14 @@ class _Meeting:
 
     def _follow(self) -> str:
         while True:
-            number = self._say_hello()
-            reply = self._wait_for(f"reply/{number}", self._deadline + GRACE_S)
+            hello_number = self._say_hello()
+            reply = self._wait_for(f"reply/{hello_number}", self._deadline + REPLY_GRACE_S)
             if reply is None:
                 raise ConfigError(f"{self._failure}: rank 0 did not connect; start it")
             if "problem" in reply:
                 raise ConfigError(reply["problem"])
             if "members" in reply:
-                self._reply([number + 1], **reply)  # for the next late rank
+                self._reply([hello_number + 1], **reply)  # for the next late rank
                 raise ConfigError(f"{self._place}: {self._explain_late(reply['members'])}")
             if "name" in reply:
                 return reply["name"]
@@ -337,12 +337,12 @@ class _Meeting:
         return f"the group has {len(members)} ranks, but this process has WORLD_SIZE={size}"
 
     def _say_hello(self) -> int:
-        number = self._store.add("hellos", 1)
-        self._store.put(self._own, f"hello/{number}")
-        return number
+        hello_number = self._store.add("hellos", 1)
+        self._store.put(self._own, f"hello/{hello_number}")
+        return hello_number
 
-    def _reply(self, numbers: Iterable[int], **reply: Any) -> None:
-        self._store.put(reply, *[f"reply/{number}" for number in numbers])
+    def _reply(self, hello_numbers: Iterable[int], **reply: Any) -> None:
+        self._store.put(reply, *[f"reply/{hello_number}" for hello_number in hello_numbers])
 
     def _wait_for(self, key: str, deadline: float) -> Any:
         """Return the value of a key once it is set; None at the deadline.
@@ -355,11 +355,11 @@ class _Meeting:
             thread = threading.Thread(target=self._block, args=(key, errors), daemon=True)
             thread.start()
             while thread.is_alive():
-                thread.join(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+                thread.join(min(STOP_LOOK_S, max(0.0, deadline - time.monotonic())))
                 check_start()
                 if time.monotonic() >= deadline:
                     if self._unblock(key):
-                        thread.join(GRACE_S)
+                        thread.join(REPLY_GRACE_S)
                     return None
             if errors:
                 raise errors[0]
@@ -376,7 +376,7 @@ class _Meeting:
 
     def _poll(self, key: str) -> None:
         """Poll a FileStore: its own wait reads the file all the time and holds its lock."""
-        while time.monotonic() < self._deadline + GRACE_S and not self._store.check([key]):
+        while time.monotonic() < self._deadline + REPLY_GRACE_S and not self._store.check([key]):
             time.sleep(MAX_POLL_S)
 
     def _unblock(self, key: str) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from trainer.core.distributed.launchers import find_launcher
 from trainer.core.errors import ConfigError, RunError
 
-GRACE_S = 1.0  # a person's second Ctrl-C comes later
+REPEAT_GRACE_S = 1.0  # a person's second Ctrl-C comes later
 START_S = 3.0  # how long a rank that was asked to stop still waits for the others
 # submitit has SLURM send SIGUSR2 before the time limit.
 _BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
@@ -43,11 +43,11 @@ class StopRequest:
         """Seconds since the request."""
         return time.monotonic() - self._since
 
-    def receive(self, number: int, frame: object) -> None:
+    def receive(self, signal_number: int, frame: object) -> None:
         if self.name is None:
-            self.name = signal.Signals(number).name
+            self.name = signal.Signals(signal_number).name
             self._since = time.monotonic()
-        elif self.seconds > GRACE_S and not self._expected:
+        elif self.seconds > REPEAT_GRACE_S and not self._expected:
             os._exit(1)  # a second request exits at once; published checkpoints stay valid
         else:
             self._expected = False
@@ -61,8 +61,8 @@ def leave_pid_1() -> None:
     """
     if os.getpid() != 1 or (child := os.fork()) == 0:
         return
-    for number in (*SIGNALS, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: os.kill(child, number))
+    for signal_number in (*SIGNALS, signal.SIGUSR2):
+        signal.signal(signal_number, lambda signal_number, frame: os.kill(child, signal_number))
     pid = 0
     while pid != child:
         pid, status = os.wait()  # orphans become children of PID 1 too
@@ -82,12 +82,12 @@ def catch_early() -> None:
     """
     _early[:] = [StopRequest()]
     signal.signal(signal.SIGINT, interrupt)
-    for number in SIGNALS[1:]:
-        signal.signal(number, _early[0].receive)
+    for signal_number in SIGNALS[1:]:
+        signal.signal(signal_number, _early[0].receive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn blocks them until here
 
 
-def interrupt(number: int, frame: object) -> None:
+def interrupt(signal_number: int, frame: object) -> None:
     """Exit at once: KeyboardInterrupt in an import may be lost, or leave half a module."""
     with suppress(OSError, ConfigError):
         if find_launcher().variables.get("RANK", "0") == "0":
@@ -121,7 +121,7 @@ def let_go(is_failure: bool = True) -> bool:
     Without `is_failure` the exit code is then 0.
     """
     if _early:
-        end = signal.SIG_DFL if is_failure else (lambda number, frame: os._exit(0))
+        end = signal.SIG_DFL if is_failure else (lambda signal_number, frame: os._exit(0))
         signal.signal(signal.SIGTERM, end)
     return bool(_early and _early[0])
 
@@ -133,11 +133,13 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.receive) for number in SIGNALS}
+    before = {
+        signal_number: signal.signal(signal_number, request.receive) for signal_number in SIGNALS
+    }
     _caught.append(request)
     try:
         yield request
     finally:
         _caught.remove(request)
-        for number, handler in before.items() if not _early else ():
-            signal.signal(number, handler)
+        for signal_number, handler in before.items() if not _early else ():
+            signal.signal(signal_number, handler)

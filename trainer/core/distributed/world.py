@@ -62,10 +62,10 @@ class RankGroup:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in their order; all have the same size."""
-        found = [torch.empty_like(tensor) for _ in self.ranks]
+        tensors = [torch.empty_like(tensor) for _ in self.ranks]
         with self.waiting() as group:
-            dist.all_gather(found, tensor, group=group)
-        return found
+            dist.all_gather(tensors, tensor, group=group)
+        return tensors
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Write the parts of the ranks, contiguous and of one size, one after the other."""
@@ -98,10 +98,10 @@ class RankGroup:
         Every rank of the world must open equally many groups in the same order: torch 2.13 makes a
         group's name from its ranks and the number of groups before it.
         """
-        number = ranks.index(self.ranks[self.rank])
-        made = replace(self, ranks=ranks, rank=number, opened=None, name=name)
+        rank = ranks.index(self.ranks[self.rank])
+        group = replace(self, ranks=ranks, rank=rank, opened=None, name=name)
         is_known = len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_separate)
-        return made if is_known else replace(made, opened=made._new())
+        return group if is_known else replace(group, opened=group._new())
 
     @property
     def size(self) -> int:
@@ -122,9 +122,9 @@ class RankGroup:
 
     def _new(self) -> dist.ProcessGroup:
         words: Any = {"use_local_synchronization": True, "group_desc": self.name or None}
-        made = dist.new_group(list(self.ranks), timeout=self.timeout, **words)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+        process_group = dist.new_group(list(self.ranks), timeout=self.timeout, **words)
+        assert isinstance(process_group, dist.ProcessGroup)
+        return process_group
 
 
 @dataclass(frozen=True)
@@ -235,15 +235,15 @@ def explain_unseen_gpu() -> str:
     return f"an NVIDIA driver is installed, but torch sees no GPU: {why}"
 
 
-def count_ranks(number: str) -> int:
+def count_ranks(nproc_per_node: str) -> int:
     """Return the number of ranks for `launch.nproc_per_node`.
 
     `gpu` and `cpu` count GPUs and cores, `auto` counts GPUs if there are any, else cores. Raises
     ConfigError for `gpu` without a GPU.
     """
     gpus = accelerator.count()
-    if number == "gpu" and not gpus:
+    if nproc_per_node == "gpu" and not gpus:
         raise ConfigError("""launch.nproc_per_node=gpu: torch sees no GPU here;
             give cpu, auto or a number""")
     counts = {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}
-    return counts[number] if number in counts else int(number)
+    return counts[nproc_per_node] if nproc_per_node in counts else int(nproc_per_node)

@@ -21,9 +21,9 @@ from trainer.core.engine.values import Values
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.strategy.base import Strategy
 
-OWN = ("trainer.core.task", "trainer.core.trainer")  # modules of the hooks that a task inherits
+HOOK_MODULES = ("trainer.core.task", "trainer.core.trainer")  # of the hooks that a task inherits
 # Hooks that may draw in a step, outside of an update's forward pass and loss
-OF_A_STEP = ("train_step", "split_batch", "augment", "collate", "build_schedule")
+DRAWING_HOOKS = ("train_step", "split_batch", "augment", "collate", "build_schedule")
 
 
 class Hooks(Protocol):
@@ -53,18 +53,18 @@ class Parts:
     @property
     def has_own_step(self) -> bool:
         """True if the task has a train_step of its own, which may update some parameters only."""
-        return getattr(self.hooks.train_step, "__module__", "") not in OWN
+        return getattr(self.hooks.train_step, "__module__", "") not in HOOK_MODULES
 
     def list_code(self, objects: Iterable[Any]) -> set[str]:
         """Return the names of the modules with the code of the task, and of these objects.
 
         Of a model these are its modules' and their hooks'.
         """
-        found = [self.hooks, self.config, *objects]
-        found += [m for each in objects if isinstance(each, nn.Module) for m in each.modules()]
-        values = [v for each in found for v in vars(each).values()]
+        owners = [self.hooks, self.config, *objects]
+        owners += [m for each in objects if isinstance(each, nn.Module) for m in each.modules()]
+        values = [v for each in owners for v in vars(each).values()]
         held = [v for d in values if isinstance(d, dict) for v in d.values()]
-        kinds = {kind for each in [*found, *values, *held] for kind in type(each).__mro__}
+        kinds = {kind for each in [*owners, *values, *held] for kind in type(each).__mro__}
         called = [each for each in [*values, *held] if callable(each)]
         names = [getattr(each, "__module__", None) for each in [*kinds, *called]]
         return {name for name in names if isinstance(name, str)}
@@ -72,8 +72,8 @@ class Parts:
     @cached_property
     def may_draw(self) -> bool:
         """True if the task has a hook of its own that may draw outside of an update's forward."""
-        found = (getattr(getattr(self.hooks, name), "__module__", "") for name in OF_A_STEP)
-        return any(module not in OWN for module in found)
+        modules = (getattr(getattr(self.hooks, name), "__module__", "") for name in DRAWING_HOOKS)
+        return any(module not in HOOK_MODULES for module in modules)
 
 
 OPEN = ("auto", "default")  # the start chooses one of the others

@@ -64,9 +64,9 @@ class DeferredReads:
         while self.under_way:
             self.advance()
 
-    def _go_on(self, work: DeferredRead[None], number: torch.Tensor | None) -> None:
+    def _go_on(self, work: DeferredRead[None], answer: torch.Tensor | None) -> None:
         try:
-            asked = next(work) if number is None else work.send(number)
+            asked = next(work) if answer is None else work.send(answer)
             while not accelerator.is_used(asked.device):
                 asked = work.send(asked)
         except StopIteration:

@@ -110,15 +110,13 @@ class Engine:
 
     def _begin_step(self) -> None:
         self._has_updated = False
-        number = self.step.number
-        if number in self.inspection.due:
-            self.inspection.begin_step(number)
+        step = self.step.number
+        if step in self.inspection.due:
+            self.inspection.begin_step(step)
         if self._parts.may_draw:
             parts, has_global_draws = self._parts, self.draws.traces.has_global_draws
-            seed_step(
-                parts.config.run.seed, number, parts.ranks.group.world.device, has_global_draws
-            )
-        self.optimizers.rates.set(number)
+            seed_step(parts.config.run.seed, step, parts.ranks.group.world.device, has_global_draws)
+        self.optimizers.rates.set(step)
 
     def _end_step(self) -> None:
         ranks = self._parts.ranks
@@ -165,8 +163,8 @@ class Engine:
         def compute(inputs: Any, targets: Any) -> None:
             strategy.compute(inputs, targets, loss)
 
-        kept = keep_passes(self.model), keep_attributes(self.model, parts.hooks)
-        with self.trial(), sandbox(*kept):
+        restores = keep_passes(self.model), keep_attributes(self.model, parts.hooks)
+        with self.trial(), sandbox(*restores):
             draws.trace_draws(name, compute, self.sample.rows, parts.config.norm_rows or 1)
         if strategy.mesh.divides_model:
             draws.agree(name, parts.ranks.group.max)

@@ -47,10 +47,10 @@ def _named(returned: Any, rows: int) -> dict[str, torch.Tensor]:
         raise ConfigError("predict(outputs) returned nothing: must be a tensor, or tensors by name")
     for name, values in named.items():
         if not isinstance(values, torch.Tensor) or not values.dim() or len(values) != rows:
-            given = f"{name} is a {type(values).__name__}"
+            mismatch = f"{name} is a {type(values).__name__}"
             if isinstance(values, torch.Tensor):
-                given = f"{name} has shape {tuple(values.shape)}"
-            raise ConfigError(f"""predict(outputs) returned: {given}:
+                mismatch = f"{name} has shape {tuple(values.shape)}"
+            raise ConfigError(f"""predict(outputs) returned: {mismatch}:
                 must be a tensor, or tensors by name, with a row for each of {rows} examples""")
     return {str(name): values for name, values in named.items()}
 
@@ -97,9 +97,9 @@ def check_torchmetrics(returned: Any) -> dict[str, Any]:
     for name, metric in named.items():
         methods = [getattr(metric, each, None) for each in ("to", "update", "compute", "reset")]
         if isinstance(metric, type) or not all(map(callable, methods)):
-            given = f"the class {metric.__name__}" if isinstance(metric, type) else ""
-            given = given or f"a {type(metric).__name__}"
-            raise ConfigError(f"""build_metrics returned {given} as {name}:
+            description = f"the class {metric.__name__}" if isinstance(metric, type) else ""
+            description = description or f"a {type(metric).__name__}"
+            raise ConfigError(f"""build_metrics returned {description} as {name}:
                 must be a torchmetrics.Metric""")
     return named
 
@@ -143,13 +143,13 @@ class Evaluator:
 
         Padding is cut off before anything is counted. Collective: every rank must call it.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for split in self._splits:
             means = Means(split.batches.leaves)
             if not self._run(split, partial(self._count, split, means)):
                 return None
-            found |= self._finish(split, means)
-        return found
+            metrics |= self._finish(split, means)
+        return metrics
 
     @torch.no_grad()
     def predict(self) -> dict[str, torch.Tensor] | None:
@@ -158,14 +158,14 @@ class Evaluator:
         Each example is there once, in the order of the data set. Other ranks return an empty dict,
         all of them None if a rank was asked to stop. Collective: every rank must call it.
         """
-        kept = DeferredRows(self._group.world.device)
+        predictions = DeferredRows(self._group.world.device)
 
         def keep(outputs: Any, targets: Any, rows: int) -> None:
             if self._mesh.is_counted:
                 with self._precision.autocast():
                     returned = self._hooks.predict(outputs)
                 named = _named(returned, count_rows(targets, outputs))
-                kept.add({name: values[:rows] for name, values in named.items()})
+                predictions.add({name: values[:rows] for name, values in named.items()})
 
         if not self._splits:
             return {}
@@ -178,9 +178,9 @@ class Evaluator:
         if not self._run(split, keep):
             return None
         own: dict[str, torch.Tensor] = {}
-        kept.flush()
+        predictions.flush()
         with self._group.agreed("joining predictions"):
-            own = {name: join_rows(name, each) for name, each in kept.parts.items()}
+            own = {name: join_rows(name, each) for name, each in predictions.parts.items()}
         return self._collect(own)
 
     def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,20 +214,20 @@ class Evaluator:
         batches = _Passes(iter(split.batches), self._strategy.forward, self._mesh.is_divided)
         last = split.batches.num_micro_batches
         with self.evaluating(), self._draws.update("eval"):
-            for number in range(1, last + 1):
+            for micro_batch_number in range(1, last + 1):
                 self._heartbeat.enter(Phase.EVALUATE)
                 batches.read()
-                if number == 1 and self._mesh.is_divided:
+                if micro_batch_number == 1 and self._mesh.is_divided:
                     self._raise_alike(split, batches.error)
                 batches.compute(use)
-                if number % every == 0 or number == last:
+                if micro_batch_number % every == 0 or micro_batch_number == last:
                     state = (float(self._wants_stop()), float(batches.error is not None))
                     asked, failed, seconds = self._group.max(*state, time.monotonic() - begun)
                     if failed:
                         self._raise_alike(split, batches.error)
                     if asked:
                         return False
-                    every = max(1, int(number * ASK_EVERY_S / max(seconds, 1e-9)))
+                    every = max(1, int(micro_batch_number * ASK_EVERY_S / max(seconds, 1e-9)))
         return True
 
     def _raise_alike(self, split: EvalSplit, error: Exception | None) -> None:
@@ -243,7 +243,7 @@ class Evaluator:
         Returns the names of the metrics. Raises ConfigError if they differ between ranks.
         Collective: every rank must call it.
         """
-        found: list[str] = []
+        metric_names: list[str] = []
         self._is_dry_run = True
         for split in self._splits:
             means, has_drawn = Means(None), False
@@ -262,9 +262,9 @@ class Evaluator:
             if self._mesh.divides_model:  # some ranks have no outputs
                 names = next(filter(None, (names, *self._group.gather(names))), "")
             self._group.check_equal({f"the list of {split.name} metrics": names})
-            found += self._finish(split, means)
+            metric_names += self._finish(split, means)
         self._is_dry_run = False
-        return found
+        return metric_names
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -354,11 +354,11 @@ class Evaluator:
         return returned
 
     def _count(self, split: EvalSplit, means: Means, outputs: Any, targets: Any, rows: int) -> None:
-        found = self._values(outputs, targets) if self._mesh.has_loss else {}
+        values_by_name = self._values(outputs, targets) if self._mesh.has_loss else {}
         if not self._mesh.is_counted:  # another rank counts the same values
             return
-        self._check_names(split.name, set(found))
-        for name, value in found.items():
+        self._check_names(split.name, set(values_by_name))
+        for name, value in values_by_name.items():
             subject = name if name == "loss" else f"metrics: {name}"
             values, weights = weigh(subject, value, count_rows(targets, outputs))
             if self._is_dry_run:
@@ -370,10 +370,10 @@ class Evaluator:
 
     def _check_names(self, split: str, names: set[str]) -> None:
         """Raise ConfigError if a mean would leave out a part of the rows."""
-        known = self._names.setdefault(split, names)
-        if names != known:
+        earlier_names = self._names.setdefault(split, names)
+        if names != earlier_names:
             raise ConfigError(f"""metrics returned {", ".join(sorted(names))}
-                after {", ".join(sorted(known))}:
+                after {", ".join(sorted(earlier_names))}:
                 must return the same names for every batch, if need be with weights 0""")
 
     def _feed(self, split: EvalSplit, outputs: Any, targets: Any, rows: int) -> None:

@@ -131,8 +131,8 @@ class Means:
         passes = max(len(row) for row in rows) // leaves.count
         stacked = [_stack(row).view(-1, leaves.count, 2) for row in rows]
         table = stacked[0].new_zeros(len(rows), passes, leaves.total, 2)
-        for number, sums in enumerate(stacked):
-            table[number, : len(sums), leaves.first : leaves.first + leaves.count] = sums
+        for row_index, sums in enumerate(stacked):
+            table[row_index, : len(sums), leaves.first : leaves.first + leaves.count] = sums
         return table
 
     def load(self, rows: dict[str, torch.Tensor]) -> None:
@@ -147,9 +147,9 @@ def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> DeferredRead[
     Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
     value in some steps only.
     """
-    number = zlib.crc32(json.dumps(counts).encode())
+    checksum = zlib.crc32(json.dumps(counts).encode())
     device = next((row[0][0].device for each in rows.values() for row in each), group.world.device)
-    both = torch.tensor([number, -number], dtype=torch.float64)
+    both = torch.tensor([checksum, -checksum], dtype=torch.float64)
     most, least = (yield most_of(group, accelerator.send(both, device))).tolist()
     if most != -least:
         for others in group.gather(counts):
@@ -163,11 +163,11 @@ def _stack(rows: list[Row]) -> torch.Tensor:
     totals = torch.stack([total.double() for total, _ in rows])
     numbers = [0.0 if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
     if any(numbers):
-        known = accelerator.send(torch.tensor(numbers, dtype=torch.float64), totals.device)
+        weights = accelerator.send(torch.tensor(numbers, dtype=torch.float64), totals.device)
     else:
-        known = torch.zeros_like(totals)
+        weights = torch.zeros_like(totals)
     on_device = [weight if isinstance(weight, torch.Tensor) else None for _, weight in rows]
     if any(weight is not None for weight in on_device):
         zero = torch.zeros((), dtype=torch.float64, device=totals.device)
-        known = known + torch.stack([zero if w is None else w.double() for w in on_device])
-    return torch.stack([totals, known], dim=1)
+        weights = weights + torch.stack([zero if w is None else w.double() for w in on_device])
+    return torch.stack([totals, weights], dim=1)

@@ -14,7 +14,7 @@ from trainer.core.errors import CheckpointError, ConfigError
 from trainer.core.strategy.optimizer_trial import inner_optimizers
 
 _WRONG = "the checkpoint is of another optimizer"
-_ADVICE = "resume with that one, or start a new run with run.init_from"
+_USE_THAT_ONE = "resume with that one, or start a new run with run.init_from"
 
 
 def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
@@ -70,12 +70,12 @@ def check_groups(optimizer: Optimizer, names: Mapping[Any, str], is_divided: boo
 def restore_groups(optimizer: Optimizer, names: Mapping[Any, str], saved: Any) -> None:
     """Add the parameter groups that were added in training, which a checkpoint has at the end."""
     num_built = len(optimizer.param_groups)
-    known = {name: parameter for parameter, name in names.items()}
+    by_name = {name: parameter for parameter, name in names.items()}
     used = {names[p] for group in optimizer.param_groups for p in group["params"]}
     for late in saved["groups"][num_built:]:
-        if "initial" in late["options"] or not known.keys() - used >= set(late["names"]):
+        if "initial" in late["options"] or not by_name.keys() - used >= set(late["names"]):
             return  # `load_named_state` refuses it
-        parameters = [known[name] for name in late["names"]]
+        parameters = [by_name[name] for name in late["names"]]
         optimizer.add_param_group({**late["options"], "params": parameters})
 
 
@@ -92,24 +92,24 @@ def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool
         if owner not in names:
             raise ConfigError(f"""optimizer {kind}: has state for a tensor that
                 is not one of the model's parameters; register it in the model""")
-        given = f"optimizer {kind}: state[{names[owner]}]"
+        subject = f"optimizer {kind}: state[{names[owner]}]"
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{given} is a {type(values).__name__}: must be a dict")
+            raise ConfigError(f"{subject} is a {type(values).__name__}: must be a dict")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                _check_plain(f"{given}[{key!r}]", value, is_divided)
+                _check_plain(f"{subject}[{key!r}]", value, is_divided)
             elif flaw := find_flaw(value, allows_gradient=True):
-                raise ConfigError(f"{given}[{key!r}] is {flaw[0]}; {flaw[1]}")
+                raise ConfigError(f"{subject}[{key!r}] is {flaw[0]}; {flaw[1]}")
 
 
-def _check_plain(place: str, value: Any, is_alone: bool) -> None:
+def _check_plain(subject: str, value: Any, is_alone: bool) -> None:
     """Raise ConfigError if a value has more than numbers, strings and, unless alone, tensors."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_alone:
-            raise ConfigError(f"""{place} has a tensor, which not every layout can load;
+            raise ConfigError(f"""{subject} has a tensor, which not every layout can load;
                 keep each tensor as an entry of its own in the state of its parameter""")
         if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
-            raise ConfigError(f"""{place} has a {type(leaf).__name__}:
+            raise ConfigError(f"""{subject} has a {type(leaf).__name__}:
                 a checkpoint holds tensors, numbers and strings; keep it in the config""")
 
 
@@ -138,7 +138,7 @@ def load_named_state(
     built = [_names_of(group, names) for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     if kind != saved["class"]:
-        raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here; {_ADVICE}")
+        raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here; {_USE_THAT_ONE}")
     if built != [group["names"] for group in saved["groups"]]:
         raise CheckpointError(f"{_WRONG}: {kind} has other parameter groups in it than here")
     groups = []
@@ -150,11 +150,11 @@ def load_named_state(
         first = last
     state: dict[Any, Any] = dict(saved.get("shared", {}))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters):
         name = names[parameter]
         own = {key: _ordered_like(parameter, value) for key, value in tensors.get(name, {}).items()}
         if values := {**saved["state"].get(name, {}), **own}:
-            state[number] = values
+            state[index] = values
     before = list(optimizer.param_groups)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     _give_to_inner(optimizer, before)
@@ -162,12 +162,12 @@ def load_named_state(
 
 def _give_to_inner(optimizer: Optimizer, before: Sequence[Any]) -> None:
     """Give the optimizers that one wraps its groups and state, which torch makes anew."""
-    places = {id(group): number for number, group in enumerate(before)}
+    places = {id(group): index for index, group in enumerate(before)}
     for inner in inner_optimizers(optimizer):
         inner.state = optimizer.state
-        for number, group in enumerate(inner.param_groups):
-            if (place := places.get(id(group))) is not None:
-                inner.param_groups[number] = optimizer.param_groups[place]
+        for index, group in enumerate(inner.param_groups):
+            if (outer_index := places.get(id(group))) is not None:
+                inner.param_groups[index] = optimizer.param_groups[outer_index]
 
 
 def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -186,5 +186,5 @@ def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
         return {**saved}
     before = saved["initial"]
     after = group["initial"]
-    kept = {k: v for k, v in saved.items() if k in after and before.get(k) == after[k]}
-    return {k: v for k, v in group.items() if k != "params"} | kept
+    unchanged = {k: v for k, v in saved.items() if k in after and before.get(k) == after[k]}
+    return {k: v for k, v in group.items() if k != "params"} | unchanged

@@ -79,13 +79,13 @@ class Optimizers:
         return [named_state(optimizer, names) for optimizer in self]
 
     def shards(self) -> dict[str, Shard]:
-        """Return this rank's parts of the state's tensors, as `<number>/<parameter>/<key>`."""
+        """Return this rank's parts of the state's tensors, as `<optimizer>/<parameter>/<key>`."""
         names = self._tensors.names()
         state: dict[str, Shard] = {}
-        for number, optimizer in enumerate(self):
+        for index, optimizer in enumerate(self):
             for parameter, values in parameter_state(optimizer).items():
                 shard = self._tensors.shard_of(parameter, is_state=True)
-                prefix = f"{number}/{names[parameter]}"
+                prefix = f"{index}/{names[parameter]}"
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor):
                         state[f"{prefix}/{key}"] = shard.holding(value)
@@ -98,29 +98,29 @@ class Optimizers:
         """
         check_count(self.every, saved)
         names = self._tensors.names()
-        for number, optimizer in enumerate(self):
-            restore_groups(optimizer, names, saved[number])
-            load_named_state(optimizer, names, saved[number], self._read(number, source))
+        for index, optimizer in enumerate(self):
+            restore_groups(optimizer, names, saved[index])
+            load_named_state(optimizer, names, saved[index], self._read(index, source))
         self.rates.list_groups()
 
-    def _read(self, number: int, source: TensorSource) -> dict[str, dict[str, torch.Tensor]]:
+    def _read(self, index: int, source: TensorSource) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's parts of an optimizer's state, by parameter name and key."""
-        groups = self.every[number].param_groups
+        groups = self.every[index].param_groups
         names = self._tensors.names()
         own = {names[p]: self._tensors.shard_of(p) for group in groups for p in group["params"]}
         state: dict[str, dict[str, torch.Tensor]] = {}
-        for place, shape in source.shapes().items():
-            first, _, rest = place.partition("/")
+        for tensor_name, shape in source.shapes().items():
+            first, _, rest = tensor_name.partition("/")
             name, _, key = rest.rpartition("/")
-            if first != str(number):
+            if first != str(index):
                 continue
             if name not in own:
-                source.skip(place)
+                source.skip(tensor_name)
                 continue
             if shape and shape == own[name].shape:
-                value = own[name].read(source, place)
+                value = own[name].read(source, tensor_name)
             else:
-                value = source.read(place, (0,) * len(shape), shape)
+                value = source.read(tensor_name, (0,) * len(shape), shape)
             state.setdefault(name, {})[key] = value
         return state
 
@@ -138,13 +138,13 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     return matrices, [p for p in trained if p.dim() != 2 or p in embeddings]
 
 
-def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
+def check_optimizers(built: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
     """Return an optimizer, or a list of them, as a list. Raises ConfigError for anything else."""
-    optimizers = given if isinstance(given, list) else [given]
+    optimizers = built if isinstance(built, list) else [built]
     for item in optimizers:
         if not isinstance(item, Optimizer):
             must = "must be an optimizer, or a list of them"
-            if isinstance(given, tuple) and not all(isinstance(each, Optimizer) for each in given):
+            if isinstance(built, tuple) and not all(isinstance(each, Optimizer) for each in built):
                 must += "; return the schedule in build_schedule"
             raise ConfigError(f"{subject} a {type(item).__name__}: {must}")
         _complete(item)

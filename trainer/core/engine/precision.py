@@ -106,13 +106,13 @@ class Precision:
             elif factor is not None:
                 torch._foreach_mul_(alike, factor)
             is_here = alike[0].device == found_inf.device
-            found = found_inf if is_here else found_inf.to(alike[0].device)
+            device_flag = found_inf if is_here else found_inf.to(alike[0].device)
             one = self._one if is_here else self._one.to(alike[0].device)
             if alike[0].dtype == torch.bfloat16:  # CUDA has no such kernel: check a copy
                 alike = [tensor.float() for tensor in alike]
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, one)
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, device_flag, one)
             if not is_here:
-                found_inf.copy_(found)
+                found_inf.copy_(device_flag)
         return found_inf
 
     def update_scale(self, found_inf: torch.Tensor) -> None:

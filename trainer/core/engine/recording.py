@@ -61,16 +61,16 @@ class Recorder:
         if not self.step.is_open:
             return
         self._losses.eager.add(self._loss)
-        given = f"record({name!r})"
+        subject = f"record({name!r})"
         check_name("record got", name)
         if name in self._taken:
-            raise ConfigError(f"{given}: is the name of an update's loss; choose another name")
+            raise ConfigError(f"{subject}: is the name of an update's loss; choose another name")
         self._names.add(name)
         self._add(name, returned)
 
     def _add(self, name: str, returned: Values) -> None:
-        given = f"record({name!r})"
-        values, weights = weigh(given, returned, self._rows_of(returned), "got")
+        subject = f"record({name!r})"
+        values, weights = weigh(subject, returned, self._rows_of(returned), "got")
         if self._is_counted:
             self.means.add(name, values, weights)
 
@@ -90,10 +90,10 @@ class Recorder:
 
     def watched(self, loss: Loss, name: str = "loss") -> Loss:
         """Return the loss of the update `name`, for which values are recorded."""
-        known = self._watched.get(name)
-        if known is None or known[0] != loss or self._losses.compiles:
-            self._watched[name] = known = (loss, self._watch(loss))
-        return known[1]
+        watched_pair = self._watched.get(name)
+        if watched_pair is None or watched_pair[0] != loss or self._losses.compiles:
+            self._watched[name] = watched_pair = (loss, self._watch(loss))
+        return watched_pair[1]
 
     def _watch(self, loss: Loss) -> Loss:
         hooks = self._hooks if self._hooks and loss == self._hooks.loss else None

@@ -137,8 +137,8 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             _step(optimizer)
-        elif (kept := _tensors_of(optimizer)) is not None:
-            _step_and_undo(optimizer, kept, found_inf)
+        elif (tensors := _tensors_of(optimizer)) is not None:
+            _step_and_undo(optimizer, tensors, found_inf)
         elif not found_inf:
             _step(optimizer)
 
@@ -160,11 +160,11 @@ def _step_and_undo(
     optimizer: Optimizer, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor
 ) -> None:
     """Step, and where `found_inf` is 1 write back what the tensors held: a copy of them each."""
-    kept = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(kept, [*tensors])  # one launch
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, [*tensors])  # one launch
     _step(optimizer)
     is_skipped = {device: found_inf.to(device) > 0 for device in {t.device for t in tensors}}
-    for tensor, before in zip(tensors, kept, strict=True):
+    for tensor, before in zip(tensors, copies, strict=True):
         torch.where(is_skipped[tensor.device], before, tensor, out=tensor)
 
 

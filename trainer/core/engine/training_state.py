@@ -39,7 +39,7 @@ from trainer.core.strategy.tensor_shards import (
 from trainer.core.strategy.tensors import Tensors
 
 OF_MODEL = "the config of the model"  # among the facts of weights that are not saved
-ABSENT = -(2**63)  # of ranks that have no values of a tensor
+ABSENT_DIGEST = -(2**63)  # of ranks that have no values of a tensor
 
 
 BuiltFacts = dict[str, list[Any]]  # by name: dtype, shape and digest of a tensor as built
@@ -55,12 +55,12 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
     the facts, also of a model whose parameters all train.
     """
     own: BuiltFacts = {}
-    known: dict[torch.Tensor, list[Any]] = {}
+    facts_by_tensor: dict[torch.Tensor, list[Any]] = {}
     for name, tensor in tensors_of(model).items() if model is not None else ():
         if is_frozen(tensor) and not tensor.is_meta and tensor.dtype in DTYPES.values():
-            if tensor not in known:
-                known[tensor] = _facts_of(tensor)
-            own[name] = known[tensor]
+            if tensor not in facts_by_tensor:
+                facts_by_tensor[tensor] = _facts_of(tensor)
+            own[name] = facts_by_tensor[tensor]
     if model is not None:
         digests = [getattr(module, "digest", None) for module in model.modules()]
         text = " ".join(each for each in digests if isinstance(each, str))
@@ -69,8 +69,8 @@ def describe_frozen(model: nn.Module | None, group: Group) -> BuiltFacts:
     facts: BuiltFacts = group.tell_all(own)
     if not facts:
         return {}
-    numbers = [own[name][-1] if name in own else ABSENT for name in facts]
-    unequal = group.find_unequal(torch.tensor(numbers, dtype=torch.int64), ABSENT).tolist()
+    numbers = [own[name][-1] if name in own else ABSENT_DIGEST for name in facts]
+    unequal = group.find_unequal(torch.tensor(numbers, dtype=torch.int64), ABSENT_DIGEST).tolist()
     return {name: facts[name] for name, differs in zip(facts, unequal, strict=True) if not differs}
 
 
@@ -98,28 +98,28 @@ class FrozenWeights:
 
         A collective: ranks may have parts of them.
         """
-        now = self._read_digests() if self._facts else {}
-        flags = [now.get(name) != self._built.get(name) for name in self._facts]
+        digests = self._read_digests() if self._facts else {}
+        flags = [digests.get(name) != self._built.get(name) for name in self._facts]
         changed = self._group.max(*flags) if flags else []
         pairs = zip(self._facts.items(), changed, strict=True)
         return {name: facts for (name, facts), is_changed in pairs if not is_changed}
 
     def _read_digests(self, is_built: bool = False) -> dict[str, int]:
         """Return the digests of the parts that this rank writes."""
-        found: dict[str, int] = {}
-        known: dict[Any, int] = {}
+        digests: dict[str, int] = {}
+        cache: dict[Any, int] = {}
         shards = self._tensors.shards() if self._facts else {}
         for name, shard in shards.items():
             if name not in self._facts or not shard.is_written:
                 continue
             part = shard.tensor
-            dtype, shape, number = self._facts[name]
+            dtype, shape, built_digest = self._facts[name]
             if is_built and [name_of(part.dtype), list(part.shape)] == [dtype, shape]:
-                found[name] = number
+                digests[name] = built_digest
                 continue
             key = (part.data_ptr(), part.shape, part.stride())
-            found[name] = known.setdefault(key, digest(part)) if key not in known else known[key]
-        return found
+            digests[name] = cache.setdefault(key, digest(part)) if key not in cache else cache[key]
+        return digests
 
 
 def find_other_base(
@@ -130,10 +130,10 @@ def find_other_base(
     `saved` are their facts in the checkpoint, `facts` those of this run as built. One that trains
     here has no facts: its values are digested. Names that the model does not have are left out.
     """
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     structure = tensors_of(tensors.structure)
     shards = tensors.shards() if saved.keys() - facts.keys() else {}
-    for name, (dtype, shape, number) in saved.items():
+    for name, (dtype, shape, saved_digest) in saved.items():
         is_here = name in structure and list(structure[name].shape) == shape
         if not is_here and (name != OF_MODEL or name not in facts):
             continue
@@ -142,20 +142,20 @@ def find_other_base(
         else:
             part = {name: shards[name]} if name in shards else {}
             wholes = gather(part, group) if len(tensors.writers()) > 1 else part
-            here = [dtype, shape, number]
+            here = [dtype, shape, saved_digest]
             if group.world.rank == 0:
                 whole = wholes[name].tensor
                 is_exact = torch.promote_types(whole.dtype, dtype_of(dtype)) == whole.dtype
                 here = _facts_of(whole.to(dtype_of(dtype)) if is_exact else whole)
-        if here != [dtype, shape, number]:
+        if here != [dtype, shape, saved_digest]:
             kinds = ("", "") if name == OF_MODEL else (f"{dtype} with ", f"{here[0]} with ")
-            there = f"{kinds[0]}digest {_short(number)}"
-            found[name] = f"{there}, here {kinds[1]}digest {_short(here[-1])}"
-    return dict(group.tell_all(found))
+            there = f"{kinds[0]}digest {_short(saved_digest)}"
+            differences[name] = f"{there}, here {kinds[1]}digest {_short(here[-1])}"
+    return dict(group.tell_all(differences))
 
 
-def _short(number: int) -> str:
-    return f"{number % 2**64:016x}"
+def _short(digest_bits: int) -> str:
+    return f"{digest_bits % 2**64:016x}"
 
 
 class Buffers:
@@ -179,9 +179,9 @@ class Buffers:
 
     def find_change(self) -> str:
         """Return a line if the model's state has other tensors than at the start, else nothing."""
-        now = self._read_shapes()
-        for name in {**self._shapes, **now}:
-            before, after = (shapes.get(name) for shapes in (self._shapes, now))
+        new_shapes = self._read_shapes()
+        for name in {**self._shapes, **new_shapes}:
+            before, after = (shapes.get(name) for shapes in (self._shapes, new_shapes))
             if before != after:
                 shapes = f"shape {after} and had {before} at the start"
                 how = f"has {shapes}" if before is not None else "was added after the start"
@@ -244,12 +244,12 @@ class Ema:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Use the averages as the model's weights during the block, then restore the weights."""
-        kept = [weight.detach().clone() for weight in self._weights]
+        weights = [weight.detach().clone() for weight in self._weights]
         self._write(self._averages)
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(weights)
 
     @torch.no_grad()
     def _write(self, weights: list[torch.Tensor]) -> None:

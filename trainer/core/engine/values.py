@@ -100,10 +100,10 @@ def as_number(subject: str, value: Any) -> float:
             return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
-    given = f"a {type(value).__name__}"
+    description = f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
-        given = f"a tensor of shape {tuple(value.shape)}"
-    raise ConfigError(f"{subject} {given}: must be a number")
+        description = f"a tensor of shape {tuple(value.shape)}"
+    raise ConfigError(f"{subject} {description}: must be a number")
 
 
 def check_signs(name: str, weights: torch.Tensor | None) -> None:
@@ -124,10 +124,10 @@ def _refuse_values(subject: str, values: object, rows: int) -> None:
         raise ConfigError(f"""{subject} values of shape {tuple(values.shape)}:
             the first axis must be the {rows} examples of the batch""")
     if values is None or (isinstance(values, numpy.ndarray) and values.ndim):
-        given = "None" if values is None else "a numpy array"
-        raise ConfigError(f"{subject} {given}: must be a tensor with a value per example")
-    given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
-    raise ConfigError(f"""{subject} {given}: must be a value per example;
+        description = "None" if values is None else "a numpy array"
+        raise ConfigError(f"{subject} {description}: must be a tensor with a value per example")
+    description = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+    raise ConfigError(f"""{subject} {description}: must be a value per example;
         use reduction="none", and leave out .mean() and .item()""")
 
 

@@ -60,8 +60,8 @@ class Writer(Protocol):
     def has_failed(self) -> bool: ...
 
 
-LOOK_S = 0.05  # between two looks at the progress of fast steps
-MOST_STEPS = 64  # between two looks: steps may become slow
+PROGRESS_LOOK_S = 0.05  # between two looks at the progress of fast steps
+MOST_STEPS_BETWEEN_LOOKS = 64  # between two looks: steps may become slow
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Calendar:
     def _look(self, step: int) -> None:
         """Adapt the number of steps between two looks at the progress to their speed."""
         before, then = self._looked
-        now = time.monotonic()
-        self._looked = (step, now)
+        now_s = time.monotonic()
+        self._looked = (step, now_s)
         if step > before >= 0:
-            fast = int(LOOK_S * (step - before) / max(now - then, 1e-9))
-            self._stride = max(1, min(MOST_STEPS, fast, 2 * self._stride))
+            fast = int(PROGRESS_LOOK_S * (step - before) / max(now_s - then, 1e-9))
+            self._stride = max(1, min(MOST_STEPS_BETWEEN_LOOKS, fast, 2 * self._stride))

@@ -200,8 +200,8 @@ def restore(
     batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     if state.step > num_steps:
         run = config.run
-        given = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
-        raise ConfigError(f"""{given}: ends at step {num_steps:,},
+        setting = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
+        raise ConfigError(f"""{setting}: ends at step {num_steps:,},
             but the run to resume is at step {state.step:,} already; give a larger number""")
     origin = replace(origin, used=restored.path)
     if skipped and origin.used_copy:

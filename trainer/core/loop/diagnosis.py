@@ -44,8 +44,8 @@ from trainer.core.strategy.mesh_sizes import SHARDED, WHOLE, Mesh
 from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.task import Task
 
-ABSENT = -(2**63)
-FORMS = ((), WHOLE, SHARDED)  # of a tensor: the axes along which ranks have other parts of it
+ABSENT_DIGEST = -(2**63)
+TENSOR_FORMS = ((), WHOLE, SHARDED)  # the axes along which ranks have other parts of a tensor
 Digests = dict[str, int]
 
 
@@ -56,16 +56,16 @@ def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
     every rank, naming the first tensor that differs and the ranks. Collective: every rank must
     call it.
     """
-    parts = {form: _digest_all(state, form) for form in FORMS}
+    parts = {form: _digest_all(state, form) for form in TENSOR_FORMS}
     numbers: list[int] = []
     own: dict[int, Digests] = {}
     for form, digests in parts.items():
-        place = len(numbers) + mesh.number_of_part(*form)
-        numbers += [ABSENT] * mesh.num_parts(*form)
+        part_index = len(numbers) + mesh.number_of_part(*form)
+        numbers += [ABSENT_DIGEST] * mesh.num_parts(*form)
         if digests:
-            own[place] = digests
-            numbers[place] = number_of(digests)
-    unequal = group.find_unequal(torch.tensor(numbers), ABSENT).nonzero()
+            own[part_index] = digests
+            numbers[part_index] = number_of(digests)
+    unequal = group.find_unequal(torch.tensor(numbers), ABSENT_DIGEST).nonzero()
     if not len(unequal):
         return
     name, ranks = find_odd_ranks(group, own.get(int(unequal[0])))
@@ -161,8 +161,8 @@ def _examine(engine: Engine, hooks: Hooks, module: nn.Module, batch: LocalBatch)
             bad = _find_bad_gradients(engine, compute, parameters, inputs, targets, len(totals))
         losses = torch.where(weights > 0, totals / weights, totals)
         columns = [each.tolist() for each in (indices, losses, weights, finite)]
-        for number, (index, loss, weight, is_finite) in enumerate(zip(*columns, strict=True)):
-            examples.append(Example(index, loss, weight, is_finite, number not in bad))
+        for row, (index, loss, weight, is_finite) in enumerate(zip(*columns, strict=True)):
+            examples.append(Example(index, loss, weight, is_finite, row not in bad))
     return examples
 
 
@@ -251,8 +251,8 @@ def _explain(error: Exception, config: Config) -> str:
     """Return the line for an exception of torch's that a task or machine causes; empty if none."""
     if is_of_second_backward(error):
         return TWICE
-    if found := _READY_TWICE.search(str(error)):
-        name = found[1].removeprefix("module.")
+    if match := _READY_TWICE.search(str(error)):
+        name = match[1].removeprefix("module.")
         why = f"the parameter {name} gets a gradient twice in one backward pass, as reentrant"
         advice = "use checkpoint(..., use_reentrant=False), or strategy.static_graph=true"
         return f"strategy=ddp: {why} recomputation gives; {advice}"
@@ -272,8 +272,8 @@ def _explain_attribute(error: AttributeError, owner: object, name: str) -> str:
     missing = f"{type(owner).__name__} has no attribute {name}{place_in_task(error)}"
     if isinstance(owner, Mapping) and name in owner:
         return f"{missing}; use [{name!r}]"
-    known = [each for each in dir(owner) if not each.startswith("_")]
-    advice = suggest_attribute(name, known) if isinstance(owner, Task) else ""
+    public_names = [each for each in dir(owner) if not each.startswith("_")]
+    advice = suggest_attribute(name, public_names) if isinstance(owner, Task) else ""
     return f"{missing}; {advice}" if advice else ""
 
 

@@ -14,9 +14,9 @@ def gather_rows(engine: Engine, tensor: torch.Tensor, num_batches: int) -> tuple
     rows = engine.recorder.count_rows()
     if rows is None:
         return tensor, 0
-    given = "gather_rows: needs the whole global batch at once"
+    requirement = "gather_rows: needs the whole global batch at once"
     if num_batches > 1:
-        raise ConfigError(f"""{given}, and a rank has {num_batches} micro-batches;
+        raise ConfigError(f"""{requirement}, and a rank has {num_batches} micro-batches;
             set data.micro_batch=null, or use more ranks""")
     if not tensor.dim() or len(tensor) != rows:
         raise ConfigError(f"gather_rows got shape {tuple(tensor.shape)}: must have {rows} rows")

@@ -141,19 +141,19 @@ def examine(task: Any, use: Callable[[Evaluator], Found | None]) -> Found:
             restored.load(setup.parts, ema)
             restored.close(group)
             task._run = FitResult(setup.model, restored.manifest.step, fitted)
-        made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
+        evaluated = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
         task._run = FitResult(setup.parts.strategy.close(), task.step, fitted)
         del setup, ema  # a divided model must not outlive its group
     if task.world.rank == 0:
         for line in [*session.notes, *skipped]:
             print(visible(line), file=sys.stderr)
-    if made is None:
+    if evaluated is None:
         raise KeyboardInterrupt
-    return made
+    return evaluated
 
 
 ROWS = 7  # of the examples that an export is compared on
-ALONE = MeshSizes(1, 1, 1, 1, 1)
+MESH_OF_ONE_RANK = MeshSizes(1, 1, 1, 1, 1)
 
 
 def on_one_process(config: Config, precision: Any = "fp32") -> Config:
@@ -162,7 +162,7 @@ def on_one_process(config: Config, precision: Any = "fp32") -> Config:
         config.strategy,
         name="single",
         precision=precision,
-        mesh=ALONE,
+        mesh=MESH_OF_ONE_RANK,
         comm_hook="none",
         recompute="none",
         sequence=False,
@@ -185,18 +185,18 @@ def take_trained(task: Any) -> tuple[nn.Module, Any, int]:
 
     The third value is the number of examples, 0 if the first split of the evaluation has none.
     """
-    found: list[tuple[nn.Module, Any, int]] = []
+    collected: list[tuple[nn.Module, Any, int]] = []
 
     def keep(evaluator: Evaluator) -> bool:
         with evaluator.first_batch() as (model, inputs, rows):
             own = tree_map_only(torch.Tensor, lambda t: t.cpu().clone(), inputs)
             weights = {name: t.cpu().clone() for name, t in model.state_dict().items()}
         model.load_state_dict(weights)
-        found.append((model.cpu().eval(), own, rows))
+        collected.append((model.cpu().eval(), own, rows))
         return True
 
     examine(task, keep)
-    (trained,) = found
+    (trained,) = collected
     trained[0].eval()
     return trained
 
@@ -207,7 +207,7 @@ def load_alone(task: Any, config: Config, is_stored: bool) -> tuple[nn.Module, A
     They are those of the first split of the evaluation that has any, else of the training. The
     task is left as it was.
     """
-    given = (task.config, task.world, task._run)
+    state_of_task = (task.config, task.world, task._run)
     precision = config.strategy.precision
     config = on_one_process(config, precision if is_stored and precision in WEIGHTS else "fp32")
     if is_stored:
@@ -221,7 +221,7 @@ def load_alone(task: Any, config: Config, is_stored: bool) -> tuple[nn.Module, A
                 break
         return model, inputs, rows
     finally:
-        task.config, task.world, task._run = given
+        task.config, task.world, task._run = state_of_task
 
 
 def first_steps(task: Any) -> None:

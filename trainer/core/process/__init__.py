@@ -16,11 +16,11 @@ def is_run_directory(arguments: list[str]) -> bool:
     except OSError:  # it was removed
         return False
     for flag, word in zip(["", *arguments], arguments, strict=False):
-        place = os.path.realpath(word.removeprefix("run.resume="))
-        if os.path.isfile(f"{place}/manifest.json"):  # noqa: PTH113
-            place = os.path.dirname(os.path.dirname(place))  # noqa: PTH120
-        is_run = os.path.isfile(f"{place}/config.json")  # noqa: PTH113
-        if is_run and flag not in ("-cd", "--config-dir") and f"{here}/".startswith(f"{place}/"):
+        folder = os.path.realpath(word.removeprefix("run.resume="))
+        if os.path.isfile(f"{folder}/manifest.json"):  # noqa: PTH113
+            folder = os.path.dirname(os.path.dirname(folder))  # noqa: PTH120
+        is_run = os.path.isfile(f"{folder}/config.json")  # noqa: PTH113
+        if is_run and flag not in ("-cd", "--config-dir") and f"{here}/".startswith(f"{folder}/"):
             return True
     return False
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 18  # of a log that are read from its end
+MOST_BYTES_OF_A_LOG = 1 << 18  # read from its end
 _PACKAGE = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 
@@ -25,21 +25,23 @@ def start(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 @contextmanager
 def signals_passed_on(
-    numbers: Iterable[int], send: Callable[[int], object]
+    signal_numbers: Iterable[int], send: Callable[[int], object]
 ) -> Iterator[Sequence[int]]:
     """Call `send` with each of these signals that comes in the block; yield those so far."""
     received: list[int] = []
 
-    def take(number: int, frame: object) -> None:
-        received.append(number)
-        send(number)
+    def take(signal_number: int, frame: object) -> None:
+        received.append(signal_number)
+        send(signal_number)
 
-    handlers = {number: signal.signal(number, take) for number in numbers}
+    handlers = {
+        signal_number: signal.signal(signal_number, take) for signal_number in signal_numbers
+    }
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
 
 
 def end(
@@ -69,7 +71,7 @@ def read_end(path: Path) -> str:
         if not path.is_file():
             return ""
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES_OF_A_LOG))
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -98,8 +100,8 @@ def _find_exception(lines: Sequence[str]) -> str | None:
             frames.append(frame)
         elif frames and not line.startswith(" "):
             outside = [frame for frame in frames if not _is_library(frame[1])]
-            path, number, function = (outside or frames)[-1].groups()
-            return f"{line} ({path}:{number}, in {function})"
+            path, line_number, function = (outside or frames)[-1].groups()
+            return f"{line} ({path}:{line_number}, in {function})"
     return None
 
 

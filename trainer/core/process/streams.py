@@ -19,9 +19,9 @@ from typing import Any
 
 from trainer.core.errors import visible
 
-WAIT_S = 5.0  # for a reader that does not read; the watcher would take a longer wait for a hang
-NAMES = ("stdin", "stdout", "stderr")
-WIDTH = 500  # columns of a table in a file or a pipe: nearly every line is whole
+READER_WAIT_S = 5.0  # while it does not read; the watcher would take a longer wait for a hang
+STREAM_NAMES = ("stdin", "stdout", "stderr")
+TABLE_WIDTH = 500  # columns of a table in a file or a pipe: nearly every line is whole
 # Hugging Face's libraries, which draw bars on stderr; by the variable that hides them at an import
 BARS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": ("transformers.utils.logging", "huggingface_hub.utils"),
@@ -37,10 +37,10 @@ class _Descriptor(io.RawIOBase):
     reader, or Ctrl-S, would stop the run. The original is shared with other processes.
     """
 
-    def __init__(self, number: int):
+    def __init__(self, descriptor: int):
         super().__init__()
-        self._number = number
-        self._own = _reopen(number)
+        self._number = descriptor
+        self._own = _reopen(descriptor)
         self._is_read = True
         self._lost = 0
 
@@ -87,13 +87,13 @@ class _Descriptor(io.RawIOBase):
         super().close()
 
 
-def _reopen(number: int) -> int:
+def _reopen(descriptor: int) -> int:
     """Open the pipe or terminal of a descriptor again, non-blocking; else return the descriptor."""
     with suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            return os.open(f"/proc/self/fd/{number}", flags)
-    return number
+            return os.open(f"/proc/self/fd/{descriptor}", flags)
+    return descriptor
 
 
 class LastingStream:
@@ -133,17 +133,17 @@ def outlive_terminal() -> None:
     Otherwise the next files to be opened would get the descriptors of the closed streams. It may
     be called again, for streams that the program has replaced since.
     """
-    for number, name in enumerate(NAMES):
+    for stream_number, name in enumerate(STREAM_NAMES):
         try:
-            os.fstat(number)
+            os.fstat(stream_number)
         except OSError:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is `number`
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one: `stream_number`
             os.set_inheritable(descriptor, True)
-            mode = "r" if number == 0 else "w"
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+            mode = "r" if stream_number == 0 else "w"
+            setattr(sys, name, open(stream_number, mode, closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
-        if number and not isinstance(stream, LastingStream) and _is_replaceable(stream):
-            own = _open_text(number, stream) if _is_on(stream, number) else stream
+        if stream_number and not isinstance(stream, LastingStream) and _is_replaceable(stream):
+            own = _open_text(stream_number, stream) if _is_on(stream, stream_number) else stream
             setattr(sys, name, LastingStream(own))
     if hasattr(signal, "SIGTTOU") and signal.getsignal(signal.SIGTTOU) == signal.SIG_DFL:
         with suppress(ValueError):  # in another thread
@@ -155,19 +155,19 @@ def _is_replaceable(stream: Any) -> bool:
     return stream is not None and not hasattr(stream, "rich_proxied_file")
 
 
-def _open_text(number: int, stream: Any) -> io.TextIOWrapper:
+def _open_text(descriptor: int, stream: Any) -> io.TextIOWrapper:
     """Return a text stream like Python's own, which escapes characters that it cannot encode."""
     with suppress(OSError, ValueError):
         stream.flush()
-    raw = io.BufferedWriter(_Descriptor(number))
-    is_quick = stream.line_buffering or stream.write_through or number == 2
+    raw = io.BufferedWriter(_Descriptor(descriptor))
+    is_quick = stream.line_buffering or stream.write_through or descriptor == 2
     return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", None, is_quick)
 
 
-def _is_on(stream: Any, number: int) -> bool:
+def _is_on(stream: Any, descriptor: int) -> bool:
     """Return True for Python's own stream of a descriptor, False for a program's replacement."""
     try:
-        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
     except (OSError, ValueError):
         return False
 
@@ -178,12 +178,12 @@ def lasting_output() -> Iterator[None]:
     before = (sys.stdout, sys.stderr)
     outlive_terminal()
     ours = (sys.stdout, sys.stderr)
-    _limits.append(WAIT_S)
+    _limits.append(READER_WAIT_S)
     try:
         yield
     finally:
         _limits.pop()
-        for name, old, new in zip(NAMES[1:], before, ours, strict=True):
+        for name, old, new in zip(STREAM_NAMES[1:], before, ours, strict=True):
             if getattr(sys, name) is new and old is not None:
                 new.flush()
                 setattr(sys, name, old)
@@ -222,8 +222,8 @@ def without_bars() -> Iterator[None]:
             os.environ[variable] = "1"
             stack.callback(os.environ.pop, variable, None)
             for library in BARS[variable]:
-                if (found := sys.modules.get(library)) is not None:
-                    stack.enter_context(_hidden_bars(found))
+                if (module := sys.modules.get(library)) is not None:
+                    stack.enter_context(_hidden_bars(module))
         yield
 
 
@@ -308,7 +308,9 @@ def build_table(
     own = [(styles or {}).get(column, {}) for column in columns]
     for row in rows:
         cells = zip(row, own, strict=False)  # the last columns of a row may be empty
-        table.add_row(*(Text(visible(text), known.get(text, "")) for text, known in cells))
+        table.add_row(
+            *(Text(visible(text), styles_by_text.get(text, "")) for text, styles_by_text in cells)
+        )
     return table
 
 
@@ -322,4 +324,4 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **options
 
 def width_of(stream: Any) -> int | None:
     """Return the width of a table: None for that of the terminal."""
-    return None if stream.isatty() else WIDTH
+    return None if stream.isatty() else TABLE_WIDTH

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from trainer.core.errors import describe, shortened, visible
 
-FULL = "LOCKSTEP_TRACEBACK"  # set to "full": all frames are shown
-MOST_LINES = 200
+FULL_TRACEBACK = "LOCKSTEP_TRACEBACK"  # set to "full": all frames are shown
+MOST_LINES_OF_A_TRACEBACK = 200
 MOST_FRAMES = 20  # of the task's, as of a recursion
 MOST_OF_A_MESSAGE = 30  # lines
-_LIBRARY = str(Path(traceback.__file__).parent)
+_STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -60,10 +60,13 @@ def find_failure(error: BaseException) -> Failure | None:
 
 def show(error: BaseException) -> str:
     """Return the frames of the task, the message, and the place of all frames."""
-    if os.environ.get(FULL) == "full":
+    if os.environ.get(FULL_TRACEBACK) == "full":
         return format_traceback(error)
     path = getattr(error, _FILE, None)
-    advice = f"all frames: {os.path.relpath(path) if path else f'start again with {FULL}=full'}"
+    advice = (
+        "all frames: "
+        f"{os.path.relpath(path) if path else f'start again with {FULL_TRACEBACK}=full'}"
+    )
     return f"{_format_task_frames(error)}\n{visible(advice)}"
 
 
@@ -76,37 +79,41 @@ def describe_cause(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an exception, safe for a terminal; long messages are shortened."""
-    return _join(traceback.TracebackException.from_exception(error), MOST_LINES)
+    return _join(traceback.TracebackException.from_exception(error), MOST_LINES_OF_A_TRACEBACK)
 
 
 def _format_task_frames(error: BaseException) -> str:
-    found = traceback.TracebackException.from_exception(error)
+    exception = traceback.TracebackException.from_exception(error)
     num_lines = MOST_OF_A_MESSAGE
-    for part in _walk(found):
+    for part in _walk(exception):
         part.stack[:] = _choose(part)
         num_lines += len("".join(part.stack.format()).splitlines())
-    return _join(found, num_lines)
+    return _join(exception, num_lines)
 
 
-def _walk(found: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+def _walk(exception: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """Yield an exception, its causes and the exceptions of a group."""
-    yield found
-    below = [found.__cause__, found.__context__, *(getattr(found, "exceptions", None) or ())]
+    yield exception
+    below = [
+        exception.__cause__,
+        exception.__context__,
+        *(getattr(exception, "exceptions", None) or ()),
+    ]
     for part in below:
         if part is not None:
             yield from _walk(part)
 
 
-def _choose(found: traceback.TracebackException) -> list[traceback.FrameSummary]:
+def _choose(exception: traceback.TracebackException) -> list[traceback.FrameSummary]:
     """Return the frames of the task, and the one that raised the exception.
 
     Without any of the task these are frames of packages other than torch and this one, else the
     last three.
     """
-    frames = [frame for frame in found.stack if not frame.filename.startswith("<frozen ")]
+    frames = [frame for frame in exception.stack if not frame.filename.startswith("<frozen ")]
     own = [frame for frame in frames if _is_of_task(frame.filename)]
     own = own or [frame for frame in frames if _is_of_package(frame.filename)] or frames[-3:]
-    is_of_syntax = hasattr(found, "offset")  # its message has the place
+    is_of_syntax = hasattr(exception, "offset")  # its message has the place
     if frames and own[-1] is not frames[-1] and not is_of_syntax:
         own.append(frames[-1])
     return (
@@ -116,7 +123,7 @@ def _choose(found: traceback.TracebackException) -> list[traceback.FrameSummary]
 
 def _is_of_task(name: str) -> bool:
     is_bundled = name.startswith(f"{_PACKAGE}{os.sep}tasks{os.sep}")
-    is_installed = "site-packages" in name or name.startswith(_LIBRARY)
+    is_installed = "site-packages" in name or name.startswith(_STANDARD_LIBRARY)
     return is_bundled or not (is_installed or name.startswith(_PACKAGE))
 
 
@@ -125,10 +132,10 @@ def _is_of_package(name: str) -> bool:
     return "site-packages" in name and not is_torch and not name.startswith(_PACKAGE)
 
 
-def _join(found: traceback.TracebackException, most: int) -> str:
-    lines = "".join(found.format()).splitlines()
+def _join(exception: traceback.TracebackException, most: int) -> str:
+    lines = "".join(exception.format()).splitlines()
     if sys.version_info < (3, 11):
-        lines += getattr(found, "__notes__", ())
+        lines += getattr(exception, "__notes__", ())
     if len(lines) > most:
         half = most // 2
         left_out = f"[... {len(lines) - most:,} more lines ...]"

@@ -29,7 +29,7 @@ from trainer.core.errors import ConfigError, counted, one_line
 from trainer.core.strategy.tensor_shards import TensorSource, tensors_of
 
 KEY = "run.init_from"
-FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 WITHIN = ("model", "state_dict", "model_state_dict", "module")  # of files of other trainers
 # of DDP, of torch.compile, of both, of Lightning
 PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.")
@@ -43,10 +43,10 @@ def check(config: Config) -> None:
         resume.check_has_run(KEY, config.run.init_from or "")
         return
     path = Path(config.folder, config.run.init_from or "")
-    if not path.is_dir() and (path.suffix not in FILES or not path.exists()):
+    if not path.is_dir() and (path.suffix not in TENSOR_SUFFIXES or not path.exists()):
         what = "is no file of tensors" if path.exists() else "is not there"
         raise ConfigError(f"""{KEY}={config.run.init_from}: {what};
-            give a run, a checkpoint or a file {", ".join(FILES)}""")
+            give a run, a checkpoint or a file {", ".join(TENSOR_SUFFIXES)}""")
     if not path.is_file():
         resume.find_checkpoint(config, config.run.init_from, KEY)
 
@@ -69,11 +69,11 @@ class MatchingTensors:
     unexpected: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for number, source in enumerate(self.sources):
+        for source_index, source in enumerate(self.sources):
             for name, shape in source.shapes().items():
                 own = name.removeprefix(self.prefix)
                 if self._fits(name, own, shape):
-                    self.loaded[own] = number
+                    self.loaded[own] = source_index
         for name, facts in self.left_out.items():
             own = name.removeprefix(self.prefix)
             if name != OF_MODEL and self._fits(name, own, facts[1]):
@@ -149,34 +149,34 @@ def _match(
     """Return the tensors that fit the model's, and a report."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
     prefixes = ("", *PREFIXES)
-    found = max((MatchingTensors(sources, left_out, shapes, p) for p in prefixes), key=_fit)
-    given = f"{KEY}={config.run.init_from}"
-    if not _fit(found):
+    match = max((MatchingTensors(sources, left_out, shapes, p) for p in prefixes), key=_fit)
+    subject = f"{KEY}={config.run.init_from}"
+    if not _fit(match):
         names = [name for source in sources for name in source.shapes()]
         theirs = ", ".join([*names, *left_out][:MOST_NAMED])
-        raise ConfigError(f"""{given}: none of its tensors fits the model:
+        raise ConfigError(f"""{subject}: none of its tensors fits the model:
             it has {theirs}, the model {", ".join(list(shapes)[:MOST_NAMED])}; give others""")
     there: dict[Any, int] = {}
-    for name, number in found.loaded.items():
-        place = id(model[name])
-        there[place] = max(number, there.get(place, 0))
-    for name, number in list(found.loaded.items()):
-        if number < there[id(model[name])]:  # tied to a name that a later source has
-            del found.loaded[name]
-    alike = {id(model[name]) for name in found.frozen} - there.keys()
+    for name, source_index in match.loaded.items():
+        tensor_id = id(model[name])
+        there[tensor_id] = max(source_index, there.get(tensor_id, 0))
+    for name, source_index in list(match.loaded.items()):
+        if source_index < there[id(model[name])]:  # tied to a name that a later source has
+            del match.loaded[name]
+    alike = {id(model[name]) for name in match.frozen} - there.keys()
     missing = [name for name, t in model.items() if id(t) not in there.keys() | alike]
-    lost = [name for name in missing if not any(r.startswith(f"{name} ") for r in found.reshaped)]
-    kept = [name for name, tensor in model.items() if id(tensor) in alike]
-    loaded = len(model) - len(missing) - len(kept)
+    lost = [name for name in missing if not any(r.startswith(f"{name} ") for r in match.reshaped)]
+    frozen_names = [name for name, tensor in model.items() if id(tensor) in alike]
+    loaded = len(model) - len(missing) - len(frozen_names)
     parts = [f"loaded {loaded} of {counted(len(model), 'tensor')}"]
-    parts += _list("frozen there and equal as built", kept)
-    parts += _list("missing", lost) + _list("unexpected", found.unexpected)
-    parts += _list("with a different shape", found.reshaped)
-    return found, f"{given}: {'; '.join(parts)}"
+    parts += _list("frozen there and equal as built", frozen_names)
+    parts += _list("missing", lost) + _list("unexpected", match.unexpected)
+    parts += _list("with a different shape", match.reshaped)
+    return match, f"{subject}: {'; '.join(parts)}"
 
 
-def _fit(found: MatchingTensors) -> int:
-    return len(found.loaded) + len(found.frozen)
+def _fit(match: MatchingTensors) -> int:
+    return len(match.loaded) + len(match.frozen)
 
 
 def _list(kind: str, names: Sequence[str]) -> list[str]:
@@ -215,7 +215,7 @@ def _open(
 
 
 def _take_plain(
-    tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor], given: str
+    tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor], subject: str
 ) -> dict[str, torch.Tensor]:
     """Return the plain tensors. Raise ConfigError if one that the model has is of another kind."""
     for name, tensor in tensors.items():
@@ -223,11 +223,11 @@ def _take_plain(
         for own in [model[each] for each in names if each in model][:1]:
             kind = _kind_of(tensor) or _misfit(tensor, own.dtype)
             if kind:
-                raise ConfigError(f"""{given}: {name} is {kind}:
+                raise ConfigError(f"""{subject}: {name} is {kind}:
                     must be a plain tensor for the model's {own.dtype}; convert it""")
     plain = {name: tensor for name, tensor in tensors.items() if not _kind_of(tensor)}
     if not plain:
-        raise ConfigError(f"""{given}:
+        raise ConfigError(f"""{subject}:
             must be tensors by name, such as torch.save(model.state_dict(), path) writes""")
     return plain
 
@@ -251,7 +251,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return "" if tensor.layout is torch.strided and not tensor.is_nested else "sparse or nested"
 
 
-def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
+def _read(path: Path, init_from: str | None) -> dict[str, torch.Tensor]:
     """Read a file of tensors by name. Raises ConfigError for any other content."""
     try:
         if path.suffix == ".safetensors":
@@ -266,7 +266,7 @@ def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
         why = one_line(error)[:200] or f"{type(error).__name__}, as of an empty or damaged file"
         # torch's text advises to load it all
         why = ONLY if "weights_only" in str(error) else f"{why}; give another file"
-        raise ConfigError(f"{KEY}={given}: cannot be read: {why}") from None
+        raise ConfigError(f"{KEY}={init_from}: cannot be read: {why}") from None
     for name in WITHIN:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
             loaded = loaded[name]

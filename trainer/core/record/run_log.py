@@ -20,7 +20,7 @@ from trainer.core.distributed.group import Group, most
 from trainer.core.distributed.ranks import Ranks
 from trainer.core.distributed.signals import STOPPED
 from trainer.core.distributed.world import World, usable_cores
-from trainer.core.engine.context import OWN, Parts
+from trainer.core.engine.context import HOOK_MODULES, Parts
 from trainer.core.engine.deferred_reads import DeferredRead, DeferredReads
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.evaluation import Evaluator
@@ -59,8 +59,8 @@ def peak_of(world: World, precision: str) -> float | None:
         return None
     if world.world_size > 1 and not accelerator.carries(dist.get_backend()):  # they may share one
         return None
-    known = find_known(accelerator.describe(world.device))
-    peak = known and known.peak(precision)
+    device = find_known(accelerator.describe(world.device))
+    peak = device and device.peak(precision)
     return peak * world.world_size * len(world.devices) if peak else None
 
 
@@ -166,12 +166,12 @@ class RunLog:
         values = {f"train/{name}": mean for name, mean in means.items()} | rates
         host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
         numbers = torch.cat([host, *(norm.double().view(1).to(host) for norm in norms.values())])
-        is_changed, *found = (yield most(self._group, numbers)).tolist()
-        for name, norm in zip(norms, found[len(own) - 1 :], strict=True):
+        is_changed, *maxima = (yield most(self._group, numbers)).tolist()
+        for name, norm in zip(norms, maxima[len(own) - 1 :], strict=True):
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values |= speeds
-        values |= zip(SLOWEST, found[: len(own) - 1], strict=False)
-        self._hint_at_data(found[0], self._logged[1] - before)
+        values |= zip(SLOWEST, maxima[: len(own) - 1], strict=False)
+        self._hint_at_data(maxima[0], self._logged[1] - before)
         if is_changed:
             with self._group.agreed("checking the model"):
                 if change:
@@ -214,7 +214,7 @@ class RunLog:
     @torch.no_grad()
     def note_samples(self, step: int, parts: Parts, evaluator: Evaluator) -> None:
         """Record what the task's `samples` returns, nothing of a divided model. A collective."""
-        has_own = getattr(parts.hooks.samples, "__module__", "") not in OWN
+        has_own = getattr(parts.hooks.samples, "__module__", "") not in HOOK_MODULES
         if has_own and not parts.strategy.mesh.divides_model:
             with self.paused(), evaluator.evaluating(), self._group.agreed("making samples"):
                 texts = check_texts("samples", parts.hooks.samples(parts.strategy.forward))

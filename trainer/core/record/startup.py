@@ -45,7 +45,7 @@ RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
 MOST_PICTURED = 64
 BUSY = 1.5  # processes that want to run, per core
-MOST_ROWS = 16  # for BatchNorm, that the start advises
+MOST_NORM_ROWS = 16  # for BatchNorm, that the start advises
 
 
 @dataclass
@@ -85,7 +85,7 @@ def picture(mesh: Mesh) -> list[str]:
         for r in range(0, mesh.size, step)
     ]
     width = max(map(len, names))
-    heads = [f"{across} {number}" for number in range(step)]
+    heads = [f"{across} {coordinate}" for coordinate in range(step)]
     lines = [" " * width + "  " + "  ".join(heads)]
     for name, first in zip(names, range(0, mesh.size, step), strict=True):
         cells = [f"rank {first + n}".ljust(len(head)) for n, head in enumerate(heads)]
@@ -179,8 +179,8 @@ def _explain_threads(threads: int, cores: int) -> list[str]:
 
 def slowness(reasons: Sequence[str]) -> list[str]:
     """Return a line with the reasons of all ranks, without duplicates; no line without reasons."""
-    found = dict.fromkeys(line for lines in reasons for line in lines.splitlines())
-    return [f"slower than necessary: {'; '.join(found)}"] if found else []
+    unique_lines = dict.fromkeys(line for lines in reasons for line in lines.splitlines())
+    return [f"slower than necessary: {'; '.join(unique_lines)}"] if unique_lines else []
 
 
 def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
@@ -244,7 +244,7 @@ def describe_model(
     is_chosen = is_split_fixed or config.strategy.sync_batchnorm
     if has_plain_batchnorm(model) and not is_chosen:
         why = "sees one micro-batch at a time, so results change with the number of ranks"
-        rows = max(n for n in range(1, MOST_ROWS + 1) if config.data.global_batch % n == 0)
+        rows = max(n for n in range(1, MOST_NORM_ROWS + 1) if config.data.global_batch % n == 0)
         advice = f"set run.norm_rows={rows}"
         if accumulation == 1:
             advice += " or strategy.sync_batchnorm=true"
@@ -258,15 +258,15 @@ def describe_model(
     return lines
 
 
-def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
+def lack_of_room(directory: Path, model: nn.Module, num_saved: int) -> list[str]:
     """Return a warning if the free space is too small for the weights of all checkpoints."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     state = {name: t for name, t in model.state_dict().items() if name not in frozen}
-    need = (kept + 1) * tensor_files.size_of(state)
+    need = (num_saved + 1) * tensor_files.size_of(state)
     free = shutil.disk_usage(directory).free
     if need <= free:
         return []
-    count = f"{kept} checkpoints and one being written need at least {need / 1e6:,.0f} MB"
+    count = f"{num_saved} checkpoints and one being written need at least {need / 1e6:,.0f} MB"
     advice = "make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)"
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
@@ -310,12 +310,12 @@ def resumed(
     lines += [f"changed at this resume: {line}" for line in changes]
     is_other_length = any(line.startswith(("run.epochs: ", "run.steps: ")) for line in changes)
     if is_other_length and manifest.step < num_steps and (pair := rates(manifest.step)):
-        then, now = pair
-        before = f"{then:.3g} in the last step, "
+        last_rate, next_rate = pair
+        before = f"{last_rate:.3g} in the last step, "
         if any(line.startswith("optim.lr: ") for line in changes):
             before = ""  # the rate of the last step went with the former optim.lr
         length = "the schedule is computed for the new length"
-        lines.append(f"learning rate: {before}{now:.3g} in the next; {length}")
+        lines.append(f"learning rate: {before}{next_rate:.3g} in the next; {length}")
     return lines
 
 
@@ -370,9 +370,9 @@ def resume_command(config: Config, world: World, directory: Path, *more: str) ->
 
 
 def ending(
-    summary: Summary, num_steps: int, trained: int, metric: str, why: str, place: Path
+    summary: Summary, num_steps: int, trained: int, metric: str, why: str, folder: Path
 ) -> list[str]:
-    """Return the last lines of a run: its end, its metrics and speed, and its files in `place`.
+    """Return the last lines of a run: its end, its metrics and speed, and its files in `folder`.
 
     `why` is the reason of an end before the last step. `trained` counts this session's steps.
     """
@@ -390,14 +390,14 @@ def ending(
         part = f"{trained:,} of them " * (trained < summary.step)
         speed = f"{summary.examples_per_s:,.0f} examples/s{_flops(summary.flops_per_s)}"
         lines[0] += f", {part}in {summary.seconds:.1f} s, {speed}"
-    found = []
+    metric_texts = []
     if summary.metrics:
-        found.append(f"last evaluation: {metric_line(summary.metrics)}")
+        metric_texts.append(f"last evaluation: {metric_line(summary.metrics)}")
     if summary.best is not None:
-        found.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
-    lines += ["; ".join(found)] if found else []
+        metric_texts.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
+    lines += ["; ".join(metric_texts)] if metric_texts else []
     if (summary.directory / "tensorboard").is_dir():
-        lines.append(f"curves: tensorboard --logdir {shlex.quote(f'{place}/tensorboard')}")
+        lines.append(f"curves: tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}")
     return lines
 
 

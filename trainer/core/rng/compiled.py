@@ -47,21 +47,21 @@ def keep_eager(draws: Any, answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(
-    function: Callable[..., Any], given: bool | str = True, dynamic: bool | None = False
+    function: Callable[..., Any], setting: bool | str = True, dynamic: bool | None = False
 ) -> Callable[..., Any]:
-    """Return torch.compile's function, which draws as the original does. `given` is run.compile.
+    """Return torch.compile's function, which draws as the original does. `setting` is run.compile.
 
     It is for inputs of one size, unless sizes may be `dynamic`: None takes those that change.
     """
-    return torch.compile(function, backend=_backend(given), dynamic=dynamic)
+    return torch.compile(function, backend=_backend(setting), dynamic=dynamic)
 
 
 @functools.cache  # torch compiles a function of several modules once only for the same backend
-def _backend(given: bool | str) -> Callable[..., Any]:
+def _backend(setting: bool | str) -> Callable[..., Any]:
     from torch._inductor import list_mode_options  # here: it takes 2 s to import
 
     # not with CUDA graphs: a replay would repeat the draws of the step that was captured
-    mode = "max-autotune-no-cudagraphs" if given == "max-autotune" else ""
+    mode = "max-autotune-no-cudagraphs" if setting == "max-autotune" else ""
     patches = list_mode_options(mode) if mode else None
 
     def lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -117,13 +117,13 @@ class GraphNumbers(Numbers):
     def __init__(
         self,
         seeds: torch.Tensor | None,
-        number: int,
+        draw_index: int,
         name: str,
         sizes: Sizes,
         device: torch.device,
     ):
         self._seeds = seeds
-        self._number = number
+        self._number = draw_index
         self._name = name
         self._sizes = sizes
         self._device = device
@@ -143,11 +143,11 @@ class GraphNumbers(Numbers):
     def integers(self, low: int, high: int) -> torch.Tensor:
         return self._draw("integers", [low, high], torch.int64)
 
-    def _draw(self, kind: str, given: list[float], dtype: torch.dtype) -> torch.Tensor:
+    def _draw(self, kind: str, arguments: list[float], dtype: torch.dtype) -> torch.Tensor:
         if self._seeds is None:  # the calls are counted
             return torch.empty(self._sizes, dtype=dtype, device=self._device)
         call = (self._seeds, self._number, self._name, self._sizes)
-        return torch.ops.lockstep.draw(*call, kind, given, dtype, self._device)
+        return torch.ops.lockstep.draw(*call, kind, arguments, dtype, self._device)
 
 
 def _replay_of(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,9 +165,9 @@ def replace_draws(graph: fx.GraphModule) -> None:
     calls = dict(_count_calls(graph))
     if not (count := sum(calls.values())):
         return
-    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    some = next(n for n in given if isinstance(n.meta.get("example_value"), torch.Tensor))
-    with graph.graph.inserting_after(given[-1]):
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    some = next(n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor))
+    with graph.graph.inserting_after(placeholders[-1]):
         seeds = graph.graph.call_function(torch.ops.lockstep.begin, (some, count))
     _replace_within(graph, seeds, calls, 0)
 
@@ -217,9 +217,9 @@ def _shape_of(node: fx.Node) -> Any:
 
 
 def _replace_within(
-    graph: fx.GraphModule, seeds: fx.Node, calls: Mapping[fx.Node, int], number: int
+    graph: fx.GraphModule, seeds: fx.Node, calls: Mapping[fx.Node, int], draw_index: int
 ) -> int:
-    """Replace nodes, whose draws have numbers from `number` on; return the next number."""
+    """Replace nodes, whose draws have numbers from `draw_index` on; return the next index."""
     for node in list(graph.graph.nodes):
         for body in _bodies(graph, node):
             if not any(each in calls for each in body.graph.nodes):
@@ -228,16 +228,16 @@ def _replace_within(
             last = [each for each in body.graph.nodes if each.op == "placeholder"][-1]
             with body.graph.inserting_after(last):
                 own = body.graph.placeholder("lockstep_seeds")
-            number = _replace_within(body, own, calls, number)
+            draw_index = _replace_within(body, own, calls, draw_index)
         if node in calls:
             replay = _replay_of(_function_of(node))
             with graph.graph.inserting_after(node):
-                args = (seeds, number, *node.args)
+                args = (seeds, draw_index, *node.args)
                 node.replace_all_uses_with(graph.graph.call_function(replay, args, node.kwargs))
             graph.graph.erase_node(node)
-            number += calls[node]
+            draw_index += calls[node]
     graph.recompile()
-    return number
+    return draw_index
 
 
 # Operations of a graph ----------------------------------------------------------------------------
@@ -266,29 +266,30 @@ def _(some: torch.Tensor, count: int) -> torch.Tensor:
 @torch.library.custom_op("lockstep::draw", mutates_args=())
 def draw(
     seeds: torch.Tensor,
-    number: int,
+    draw_index: int,
     name: str,
     sizes: Sequence[int],
     kind: str,
-    given: Sequence[float],
+    arguments: Sequence[float],
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return what the method `kind` of `Numbers` returns for `given`, in call `number` of a graph.
+    """Return what the method `kind` of `Numbers` returns for `arguments`.
 
-    If all rows share the draw, torch's generator draws it.
+    `draw_index` is the number of the call in its graph. If all rows share the draw, torch's
+    generator draws it.
     """
     state = torch.default_generator.get_state()
     with torch._C.DisableTorchFunction():
-        torch.default_generator.manual_seed(int(seeds[number]))
+        torch.default_generator.manual_seed(int(seeds[draw_index]))
         numbers = _active[-1].numbers(name, tuple(sizes), device) if _active else None
         if numbers is None:
-            drawn = _draw_shared(torch.empty(sizes, dtype=dtype, device=device), kind, given)
+            drawn = _draw_shared(torch.empty(sizes, dtype=dtype, device=device), kind, arguments)
         elif kind == "mask":
-            probability, value = given
+            probability, value = arguments
             drawn = numbers.mask(probability, value, dtype)
         elif kind == "integers":
-            drawn = numbers.integers(*map(int, given))
+            drawn = numbers.integers(*map(int, arguments))
         else:
             drawn = getattr(numbers, kind)(dtype)
     torch.default_generator.set_state(state)
@@ -298,21 +299,21 @@ def draw(
 @draw.register_fake
 def _(
     seeds: torch.Tensor,
-    number: int,
+    draw_index: int,
     name: str,
     sizes: Sequence[int],
     kind: str,
-    given: Sequence[float],
+    arguments: Sequence[float],
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device=device)
 
 
-def _draw_shared(out: torch.Tensor, kind: str, given: Sequence[float]) -> torch.Tensor:
+def _draw_shared(out: torch.Tensor, kind: str, arguments: Sequence[float]) -> torch.Tensor:
     if kind == "mask":
-        out.bernoulli_(given[0])
-        return out if out.dtype == torch.bool else out.mul_(given[1])
+        out.bernoulli_(arguments[0])
+        return out if out.dtype == torch.bool else out.mul_(arguments[1])
     if kind == "integers":
-        return out.random_(*map(int, given))
+        return out.random_(*map(int, arguments))
     return out.normal_() if kind == "normal" else out.uniform_()

@@ -25,7 +25,7 @@ from trainer.core.rng.functions import Sizes, answer
 
 DRAWING = ("random", "numpy")
 # packages that draw from neither in a step
-KNOWN = ("torch", "trainer", "hydra", "omegaconf", "tensorboard", "rich", "typing_extensions")
+NOT_DRAWING = ("torch", "trainer", "hydra", "omegaconf", "tensorboard", "rich", "typing_extensions")
 # An import anywhere in a file, also in a text, and what runs code that is not seen here
 _IMPORT = re.compile(
     r"(?m)(?:^|[;:])[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import|import[ \t]+([^\n#;(]+))"
@@ -57,7 +57,7 @@ def uses_global_rngs(modules: Iterable[str]) -> bool:
 
 def _is_known(name: str) -> bool:
     package = name.partition(".")[0]
-    return package in KNOWN or (package in sys.stdlib_module_names and package not in DRAWING)
+    return package in NOT_DRAWING or (package in sys.stdlib_module_names and package not in DRAWING)
 
 
 def _imported(text: str, name: str) -> Iterator[str]:
@@ -165,14 +165,14 @@ class DrawTraces:
             self._places[key] = self._find_place(*key)
         place = self._places[key]
         if place is not None and key[:3] in self._fixed:
-            known, number = self._is_fixed.get(update, []), position()
-            return None if number >= len(known) or known[number] else place
+            fixed_flags, draw_index = self._is_fixed.get(update, []), position()
+            return None if draw_index >= len(fixed_flags) or fixed_flags[draw_index] else place
         return place
 
     def _find_place(self, update: str, name: str, sizes: Sizes, rows: int) -> Place | None:
         fitting = []
-        for *known, (axis, parts), others in self._grown:
-            is_alike = (*known, len(others) + 1) == (update, name, len(sizes))
+        for *update_and_name, (axis, parts), others in self._grown:
+            is_alike = (*update_and_name, len(others) + 1) == (update, name, len(sizes))
             if is_alike and sizes[axis] == parts * rows:
                 equal = sum(map(eq, others, sizes[:axis] + sizes[axis + 1 :]))
                 fitting.append((equal, -axis, parts))

@@ -25,7 +25,7 @@ from trainer.core.rng.functions import Numbers, Part, Sizes, answer
 from trainer.core.rng.keys import CallCounter, RowKeys
 from trainer.core.rng.philox import key_of
 
-_PLAIN = nullcontext()
+_WITHOUT_DRAWS = nullcontext()
 _key_of = lru_cache(key_of)  # of an update's name: 3 us for each micro-batch
 
 
@@ -54,19 +54,21 @@ class ExampleRng(TorchFunctionMode):
 
     # Rows ---------------------------------------------------------------------------------------
 
-    def begin(self, step: int, number: int, indices: torch.Tensor, split: str = "train") -> None:
-        """Begin the draws for the rows of a micro-batch, the `number`-th of the global batch."""
+    def begin(
+        self, step: int, micro_batch_index: int, indices: torch.Tensor, split: str = "train"
+    ) -> None:
+        """Begin the draws for the rows of a micro-batch of the global batch."""
         self.rows.begin(split, indices)
-        self._begun = (step, number, indices)
+        self._begun = (step, micro_batch_index, indices)
         self.begin_again(0, None)
 
     def begin_again(self, first: int, last: int | None) -> None:
         """Repeat the draws of the current micro-batch, for its rows from `first` to `last`."""
-        step, number, indices = self._begun
+        step, micro_batch_index, indices = self._begun
         key = _key_of(self._update)
         if self.traces.has_global_draws:
             seed_global_rngs(self._seed, step, key)  # the same in all micro-batches
-        seed_layers(self._seed, step, key if self.is_entered else number, self._device)
+        seed_layers(self._seed, step, key if self.is_entered else micro_batch_index, self._device)
         if self.is_entered:
             self._begin_rows(indices[first:last])
 
@@ -90,7 +92,7 @@ class ExampleRng(TorchFunctionMode):
         With `is_noted` the mode is entered in any case, so that draws that begin late are noted.
         """
         self._update = name
-        return self._entered() if is_noted or self.traces.used.get(name) else _PLAIN
+        return self._entered() if is_noted or self.traces.used.get(name) else _WITHOUT_DRAWS
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -174,8 +176,8 @@ class ExampleRng(TorchFunctionMode):
     def _parts(self) -> tuple[Part, ...]:
         if not self._cuts or self._update == "eval":
             return ()
-        number = self.position()
-        return self._cuts[number] if number < len(self._cuts) else ()
+        draw_index = self.position()
+        return self._cuts[draw_index] if draw_index < len(self._cuts) else ()
 
     # Several stages share the draws of a row --------------------------------------------------
 

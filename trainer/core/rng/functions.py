@@ -41,7 +41,7 @@ class DrawsByRow(Protocol):
 class Numbers:
     """Random numbers of one call, a tensor of `sizes` with `parts` entries of `axis` per row.
 
-    Only the parts `kept` of that tensor are returned.
+    Only the `rank_parts` of that tensor are returned.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Numbers:
         sizes: Sizes,
         axis: int,
         parts: int,
-        kept: tuple[Part, ...] = (),
+        rank_parts: tuple[Part, ...] = (),
     ):
         self._call = call
         self._device = device
@@ -60,8 +60,8 @@ class Numbers:
         self._rows = rows
         self._sizes = (*sizes[:axis], parts, *sizes[axis + 1 :])
         self._width = math.prod(self._sizes)
-        self.is_divided = bool(kept)
-        self._kept = kept
+        self.is_divided = bool(rank_parts)
+        self._kept = rank_parts
 
     def keys(self) -> list[int]:
         """Return a number for each row."""
@@ -79,8 +79,8 @@ class Numbers:
         """Reshape values (rows, width) to the sizes of the call."""
         values = values.reshape(len(values), *self._sizes)
         values = values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
-        for axis, number, count in self._kept:
-            values = values.chunk(count, axis)[number]
+        for axis, index, count in self._kept:
+            values = values.chunk(count, axis)[index]
         return values
 
     def kept(self, probability: float) -> torch.Tensor:
@@ -307,13 +307,13 @@ def _chunk(value: Any, length: int, rows: int, row: int, axis: int) -> Any:
 
 def _by_micro_batch(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a kernel that draws internally, such as a recurrent one between its layers."""
-    rate = next((number for number, a in enumerate(args) if isinstance(a, float)), None)
+    rate = next((index for index, a in enumerate(args) if isinstance(a, float)), None)
     if func in RECURRENT and rate is not None and not (args[rate] and args[rate + 1]):
         return func(*args, **kwargs)  # no dropout, or no training
-    number = draws.by_micro_batch(func.__name__)
+    kernel_seed = draws.by_micro_batch(func.__name__)
     tensors = [a.device for a in args if isinstance(a, torch.Tensor)]
     with seed_generators(tensors[0] if tensors else torch.get_default_device()) as seed:
-        seed(number)
+        seed(kernel_seed)
         return func(*args, **kwargs)
 
 
@@ -357,8 +357,8 @@ _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 def _reopen(func: FunctionType) -> Handler:
     """Return a copy of a torch function that does not dispatch to a mode."""
     globals_ = {**func.__globals__, **dict.fromkeys(_ASKED, lambda *_: False)}
-    made = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
-    return partial(made, **(func.__kwdefaults__ or {}))
+    copy = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
+    return partial(copy, **(func.__kwdefaults__ or {}))
 
 
 # Python functions around draws, or around a recomputation that repeats draws. A mode receives the

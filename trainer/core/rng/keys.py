@@ -9,7 +9,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.rng import mixed
 from trainer.core.rng.philox import splitmix
 
-_STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
+_COUNTER_STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
 
 MOST_DRAWS = 100_000  # for a row
 
@@ -17,7 +17,7 @@ MOST_DRAWS = 100_000  # for a row
 @accelerator.fused
 def seed_rows(indices: torch.Tensor) -> torch.Tensor:
     """Return (rows,) int64 from the indices of examples."""
-    return splitmix(indices * _STEP + 1)
+    return splitmix(indices * _COUNTER_STEP + 1)
 
 
 @accelerator.fused
@@ -137,13 +137,13 @@ class RowKeys:
         if accelerator.is_used(device):
             counters = self._count(-(-width // 2), device)
             return draw_mask(self.on(device), call, counters, width, last, value, dtype)
-        kept = self.words(call, width, device) <= last
-        return kept if dtype == torch.bool else kept.to(dtype).mul_(value)
+        is_kept = self.words(call, width, device) <= last
+        return is_kept if dtype == torch.bool else is_kept.to(dtype).mul_(value)
 
     def _count(self, width: int, device: torch.device) -> torch.Tensor:
         counters = self._counters.get(device)
         if counters is None or len(counters) < width:
             # not in the fused functions: a compiler may compute indices in 32 bits
-            counters = torch.arange(width, device=device) * _STEP
+            counters = torch.arange(width, device=device) * _COUNTER_STEP
             self._counters[device] = counters
         return counters[:width]

@@ -93,8 +93,8 @@ class Random:
                 raise ConfigError(f"""random:
                     {name!r} was drawn with the size {size!r}: must be an integer of at least 0""")
         rows, width = len(self.indices), math.prod(shape)
-        number = key_of(self._seed, self._split, name)
-        key = (number & _MASK, number >> 32)
+        key_bits = key_of(self._seed, self._split, name)
+        key = (key_bits & _MASK, key_bits >> 32)
         epoch = self.epoch + 1 if per == "epoch" else 0
         words = self._words(key, epoch, -(-width // 4))
         return words[:, :width].reshape(rows, *shape)
@@ -198,8 +198,8 @@ class Permutation:
 
     def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
         left, right = values // self.b, values % self.b
-        for number, key in enumerate(self._keys):
-            if number % 2:
+        for round_index, key in enumerate(self._keys):
+            if round_index % 2:
                 right = (right + scramble(left, key)) % self.b
             else:
                 left = (left + scramble(right, key)) % self.a
@@ -207,8 +207,8 @@ class Permutation:
 
     def _decrypt(self, values: torch.Tensor) -> torch.Tensor:
         left, right = values // self.b, values % self.b
-        for number, key in reversed([*enumerate(self._keys)]):
-            if number % 2:
+        for round_index, key in reversed([*enumerate(self._keys)]):
+            if round_index % 2:
                 right = (right - scramble(left, key)) % self.b
             else:
                 left = (left - scramble(right, key)) % self.a

@@ -164,12 +164,12 @@ class Setup(TaskRun):
     def _evaluated(self) -> list[EvalSplit]:
         batch_split = self.kind.batch_split(self.config)
         numbers = (self.mesh.data_rank, self.mesh.data_size)
-        found = []
+        splits = []
         for split, metrics in self._metrics.items():
             data = self.datasets[split]
             batches = EvalBatches(data, self.config, batch_split, *numbers, self._prepare, split)
-            found.append(EvalSplit(split, batches, metrics))
-        return found
+            splits.append(EvalSplit(split, batches, metrics))
+        return splits
 
 
 def build_dataset(task: Task, split: str) -> Any:

@@ -37,10 +37,10 @@ from trainer.core.task import Task
 
 Steps = Callable[[Any], None]  # makes the first steps of a task's run
 MEMORY = "out of memory"  # a trial's answer
-ENDED = "ended with exit code"  # a process without an answer
+ENDED_WITH_CODE = "ended with exit code"  # a process without an answer
 EVALUATION = Evaluator.__module__
-LOOK_S = 0.1
-GRACE_S = 0.5  # for the answer of a trial after that of another rank, which may be its consequence
+TRIAL_POLL_S = 0.1
+ANSWER_GRACE_S = 0.5  # for a trial's answer after another rank's, which may be its consequence
 
 
 @contextmanager
@@ -91,20 +91,20 @@ def list_sizes(config: Config, world: World) -> list[int]:
 
 
 def resolve_micro_batch(
-    task: Task, ranks: Ranks, kept: Mapping[str, Any], steps: Steps
+    task: Task, ranks: Ranks, inherited: Mapping[str, Any], steps: Steps
 ) -> tuple[Config, list[str]]:
     """Return the config with data.micro_batch=auto as a number, and a line with the reason.
 
-    A resume keeps the number of its run, in `kept`. `steps` makes the first steps of a task's run.
-    Raises ConfigError if the smallest micro-batch does not fit, or if the task cannot be started in
-    another process. A collective.
+    A resume keeps the number of its run, in `inherited`. `steps` makes the first steps of a
+    task's run. Raises ConfigError if the smallest micro-batch does not fit, or if the task cannot
+    be started in another process. A collective.
     """
     config = task.config
     if config.data.micro_batch != "auto":
         return config, []
     ranks.heartbeat.enter(Phase.BUILD)
     sizes = list_sizes(config, task.world)
-    if (most := kept["data.micro_batch"]) is not None:
+    if (most := inherited["data.micro_batch"]) is not None:
         rows = next((size for size in sizes if size <= most), sizes[-1])
         why = f"the run to resume has {most}"
     else:
@@ -178,7 +178,7 @@ class Trials:
             raise RunError(f"data.micro_batch=auto: asked to stop ({name}); nothing was started")
         if not is_full:
             self._failure = next(filter(None, group.gather(answer)), "")
-        if self._failure.startswith(ENDED):
+        if self._failure.startswith(ENDED_WITH_CODE):
             advice = "call fit below if __name__ == '__main__', or give a number"
             why = f"a trial {self._failure} before its first step"
             raise ConfigError(f"data.micro_batch=auto: {why}; {advice}")
@@ -193,15 +193,15 @@ class Trials:
         vars(task).update(config=config, world=task.world.with_groups({}))
         opened.callback(part, config.dist, task.world)
         context = get_context("spawn")
-        answers, given = context.Pipe(duplex=False)
-        process = context.Process(target=_try, args=(task, self._steps, name, given))
+        answers, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_try, args=(task, self._steps, name, sender))
         try:
             process.start()
         except Exception as error:  # what pickle raises has no common type
             why = f"the task cannot be started in another process ({one_line(error)})"
             advice = "define it at the top of a module, or give a number"
             raise ConfigError(f"data.micro_batch=auto: {why}; {advice}") from None
-        given.close()
+        sender.close()
         opened.callback(process.join)
         opened.callback(process.kill)
         return answers, process
@@ -210,18 +210,18 @@ class Trials:
         """Return the answer of this rank's trial; "" if another rank's failed before."""
         store = self._ranks.group.store
         over = f"trial-{len(self._tried)}-over"
-        while not wait([answers], LOOK_S):
+        while not wait([answers], TRIAL_POLL_S):
             if self._ranks.stop:
                 store.set(over, "1")
                 return ""
-            if store.check([over]) and not wait([answers], GRACE_S):
+            if store.check([over]) and not wait([answers], ANSWER_GRACE_S):
                 return ""
         try:
             answer = answers.recv()
         except EOFError:  # it was killed: by the kernel, if memory ran out
             process.join()
             is_killed = process.exitcode == -signal.SIGKILL
-            answer = MEMORY if is_killed else f"{ENDED} {process.exitcode}"
+            answer = MEMORY if is_killed else f"{ENDED_WITH_CODE} {process.exitcode}"
         if answer:
             store.set(over, "1")
         return answer

@@ -20,7 +20,7 @@ from trainer.core.config.typed import suggest_hook
 from trainer.core.data.order import check_batch
 from trainer.core.distributed.rendezvous import check_init, choose_backend
 from trainer.core.distributed.world import World
-from trainer.core.engine.context import OWN
+from trainer.core.engine.context import HOOK_MODULES
 from trainer.core.engine.precision import Precision
 from trainer.core.errors import ConfigError
 from trainer.core.process import uncollected
@@ -39,48 +39,48 @@ def check_hooks(task: Task) -> None:
     """
     kind = type(task).__name__
     for base in type(task).__mro__:
-        for name, given in vars(base).items() if base.__module__ in OWN else ():
-            if name.startswith("_") or getattr(type(task), name) is given:
+        for name, attribute in vars(base).items() if base.__module__ in HOOK_MODULES else ():
+            if name.startswith("_") or getattr(type(task), name) is attribute:
                 continue
-            if isinstance(given, property):
+            if isinstance(attribute, property):
                 raise ConfigError(f"{kind}.{name}: is the trainer's; choose another name")
-            if inspect.isfunction(given):
-                _check_arguments(f"{kind}.{name}", getattr(task, name), given)
+            if inspect.isfunction(attribute):
+                _check_arguments(f"{kind}.{name}", getattr(task, name), attribute)
 
 
 def _check_arguments(name: str, own: Any, hook: Any) -> None:
     _, *every = inspect.signature(hook).parameters.values()
-    given = [each.name for each in every if each.default is each.empty]
+    required = [each.name for each in every if each.default is each.empty]
     try:
         taken = inspect.signature(own)
     except (TypeError, ValueError):  # of a built-in function, or nothing that is called
         return
     try:
-        taken.bind(*given)
+        taken.bind(*required)
     except TypeError:
-        raise ConfigError(f"{name} takes {taken}: must take ({', '.join(given)})") from None
+        raise ConfigError(f"{name} takes {taken}: must take ({', '.join(required)})") from None
 
 
 def find_unused_hooks(task: type[Task]) -> list[str]:
     """Return a warning for each method that looks like a hook, and that its class never names."""
     own: dict[str, tuple[type, Any]] = {}
-    known: list[str] = []
+    hook_names: list[str] = []
     for kind in reversed(task.__mro__):
-        if kind.__module__ in OWN:
-            known += [name for name in vars(kind) if not name.startswith("_")]
+        if kind.__module__ in HOOK_MODULES:
+            hook_names += [name for name in vars(kind) if not name.startswith("_")]
         else:
             own |= {n: (kind, each) for n, each in vars(kind).items() if inspect.isfunction(each)}
     used = {name for _, method in own.values() for name in names_in(method.__code__)}
     lines = []
     for name, (kind, _) in own.items():
-        advice = "" if name in known or name in used else suggest_hook(name, known)
+        advice = "" if name in hook_names or name in used else suggest_hook(name, hook_names)
         if advice:
             line = f"warning: {kind.__name__}.{name} is never called by the trainer; {advice}"
             lines.append(line)
     return lines
 
 
-COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
+MESH_OF_COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 
 
 def check_layout(config: Config, world: World) -> None:
@@ -116,9 +116,9 @@ def _passes(check: Callable[[World], None], config: Config, size: int) -> bool:
     """Return True if a check passes for a number of ranks, on nodes of one size."""
     is_by_node = config.strategy.mesh.shard == "node"
     nodes = [n for n in range(1, size + 1) if size % n == 0] if is_by_node else [1]
-    for number in nodes:
+    for num_nodes in nodes:
         with suppress(ConfigError):
-            check(World(world_size=size, local_world_size=size // number, num_nodes=number))
+            check(World(world_size=size, local_world_size=size // num_nodes, num_nodes=num_nodes))
             return True
     return False
 
@@ -130,7 +130,7 @@ def for_these_ranks(config: Config) -> Config:
     try:
         check_layout(config, world.with_devices(find_devices(block, world)))
     except ConfigError:
-        block = replace(block, name="ddp", mesh=COPIES, sequence=False, devices_per_rank=1)
+        block = replace(block, name="ddp", mesh=MESH_OF_COPIES, sequence=False, devices_per_rank=1)
         config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
     return config
 
@@ -170,9 +170,9 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
     check_layout(config, world)
     if world.rank:
         return resume.Origin()
-    given = config.run.resume or (str(fitted) if fitted else None)
+    location = config.run.resume or (str(fitted) if fitted else None)
     try:
-        return resume.find_checkpoint(config, given)
+        return resume.find_checkpoint(config, location)
     except ConfigError as error:
         if resume.ends_together(world.launcher):
             raise

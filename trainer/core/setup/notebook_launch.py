@@ -20,7 +20,7 @@ from trainer.core.process import child
 from trainer.core.record.startup import Summary
 from trainer.core.task import Task
 
-NEEDS = "launch: needs cloudpickle; run pip install 'lockstep-trainer[notebook]'"
+NEEDS_CLOUDPICKLE = "launch: needs cloudpickle; run pip install 'lockstep-trainer[notebook]'"
 ERROR = "error: "
 
 
@@ -42,8 +42,8 @@ def train_on_ranks(task: Task, ranks: int) -> Summary:
         code, error = _run(path)
         if code not in (0, STOPPED):
             raise (ConfigError if code == 2 else RunError)(error or f"the ranks ended with {code}")
-        found = json.loads(_summary_of(path).read_text(encoding="utf-8"))
-    return Summary(**{**found, "directory": Path(found["directory"])})
+        summary = json.loads(_summary_of(path).read_text(encoding="utf-8"))
+    return Summary(**{**summary, "directory": Path(summary["directory"])})
 
 
 def read_task(path: Path) -> tuple[type, Any]:
@@ -71,7 +71,7 @@ def _write(path: Path, content: tuple[type, Any]) -> None:
     try:
         import cloudpickle
     except ImportError:
-        raise ConfigError(NEEDS) from None
+        raise ConfigError(NEEDS_CLOUDPICKLE) from None
     path.write_bytes(cloudpickle.dumps(content))
 
 

@@ -66,7 +66,7 @@ def open_session(
     they had before, as torch's flags of the process. `steps` makes the first steps of a training
     run; without it, nothing is trained. A collective.
     """
-    given = (task.config, task.world)
+    config_and_world = (task.config, task.world)
     facts = fingerprint.of_start(task.config, type(task))
     with torch_flags_kept(), open_ranks(task.config.dist, task.world, facts) as ranks:
         try:
@@ -77,14 +77,14 @@ def open_session(
                 with ranks.group.agreed("finding the checkpoint"):
                     if origin.refused:
                         raise ConfigError(origin.refused)
-            kept = _read_kept(task.config, task.world, ranks.group, origin)
-            task.config, notes = _resolve_precision(task.config, task.world, ranks.group, kept)
+            inherited = _read_kept(task.config, task.world, ranks.group, origin)
+            task.config, notes = _resolve_precision(task.config, task.world, ranks.group, inherited)
             if steps is not None:
-                task.config, more = resolve_micro_batch(task, ranks, kept, steps)
+                task.config, more = resolve_micro_batch(task, ranks, inherited, steps)
                 notes += more
             yield Session(ranks, origin, notes)
         finally:
-            task.config, task.world = given
+            task.config, task.world = config_and_world
 
 
 def _agree_on_origin(
@@ -122,22 +122,22 @@ def _read_kept(config: Config, world: World, group: Group, origin: resume.Origin
 
 
 def _resolve_precision(
-    config: Config, world: World, group: Group, kept: Mapping[str, Any]
+    config: Config, world: World, group: Group, inherited: Mapping[str, Any]
 ) -> tuple[Config, list[str]]:
     """Return the config with its precision, if it is auto or default, and a line with the reason.
 
     A resume keeps the precision of its run. A new run gets amp_bf16 if the devices of all ranks
     have bf16 arithmetic, otherwise fp32; with default it gets fp32 on CPUs. A collective.
     """
-    given = config.strategy.precision
-    if given not in OPEN:
+    precision = config.strategy.precision
+    if precision not in OPEN:
         return config, []
-    is_plain = not takes_bf16(given, accelerator.is_used(world.device))
+    is_plain = not takes_bf16(precision, accelerator.is_used(world.device))
     is_native = not is_plain and all(map(is_bf16_native, world.devices))
     without, some = group.max(0 if is_native else world.rank + 1, is_native)
-    chosen: Any = kept["strategy.precision"] or choose_precision(not without)
+    chosen: Any = inherited["strategy.precision"] or choose_precision(not without)
     why = "every rank has bf16 arithmetic in hardware"
-    if kept["strategy.precision"]:
+    if inherited["strategy.precision"]:
         why = "the run to resume has it"
     elif without:
         who = f"rank {without - 1:.0f} has no" if some else "no rank has"
@@ -146,7 +146,7 @@ def _resolve_precision(
     with group.agreed("checking the precision"):
         check_layout(config, world)
     is_told = not is_plain or chosen != "fp32"
-    line = fact("dtype", f"{chosen} (strategy.precision={given}), because {why}")
+    line = fact("dtype", f"{chosen} (strategy.precision={precision}), because {why}")
     return config, [line] * is_told
 
 
@@ -310,8 +310,8 @@ def _open(
             sinks.append(TensorBoard(*of_run, config.log, config.eval.splits, disk))
         record = Record(sinks)
         evaluation = read_evaluation(directory, step)
-        kept = config.checkpoint.keep_last + config.checkpoint.keep_best
-        warnings = startup.lack_of_room(directory, parts.strategy.tensors.module, kept)
+        num_checkpoints = config.checkpoint.keep_last + config.checkpoint.keep_best
+        warnings = startup.lack_of_room(directory, parts.strategy.tensors.module, num_checkpoints)
         mirror = None
         if lock.writer is not None:
             events = Events(console.say, record.note, disk.fail)

@@ -27,16 +27,16 @@ from trainer.core.distributed import accelerator
 from trainer.core.state.outside import HOOKS, copy_iterator, keep_outside
 
 Restore = Callable[[], Any]
-DEPTH = 4  # of attributes of attributes
+ATTRIBUTE_DEPTH = 4  # of attributes of attributes
 MOST_BYTES = 2**24  # of a tensor whose changes in place are undone
 MOST_ITEMS = 1000  # of a container that are compared
 KEPT_BYTES = 2**30  # of parameters, which are copied for a pass
-LARGE_BYTES = 2**20  # of a parameter; statistics are smaller, whose operations hide what they write
+LARGE_PARAMETER_BYTES = 2**20  # statistics are smaller, whose operations hide what they write
 PLAIN = (bool, int, float, str, type(None))
 OF_A_TASK = {"config", "world", "options", "_run"}
 OF_A_MODULE = {*vars(nn.Module()), "_compiled_call_impl"}
 _NOTEBOOK = ("IPython", "ipykernel", "traitlets")  # which other threads change
-_LIBRARIES = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_", *_NOTEBOOK)
+_NOT_OWN = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_", *_NOTEBOOK)
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def sandbox(*restores: Restore) -> Iterator[None]:
 
 def keep_generators(devices: Sequence[torch.device] = ()) -> Restore:
     """Keep Python's, numpy's and torch's generators, of the CPU and of devices."""
-    kept = ExitStack()
-    kept.enter_context(accelerator.fork_rng(devices))
-    kept.callback(random.setstate, random.getstate())
-    kept.callback(numpy.random.set_state, numpy.random.get_state())
-    return kept.close
+    stack = ExitStack()
+    stack.enter_context(accelerator.fork_rng(devices))
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())
+    return stack.close
 
 
 # Models -------------------------------------------------------------------------------------------
@@ -74,10 +74,10 @@ def keep_modes(model: nn.Module) -> Restore:
 def keep_hooks(model: nn.Module) -> Restore:
     """Keep the hooks of a model's modules, which a train_step may add to."""
     registries = [getattr(each, name) for each in model.modules() for name in HOOKS]
-    kept = [(registry, dict(registry)) for registry in registries]
+    copies = [(registry, dict(registry)) for registry in registries]
 
     def restore() -> None:
-        for registry, before in kept:
+        for registry, before in copies:
             if registry.keys() != before.keys():
                 registry.clear()
                 registry.update(before)
@@ -104,10 +104,10 @@ def keep_modules(model: nn.Module) -> Restore:
 
 def keep_tensors(model: nn.Module) -> Restore:
     """Keep which tensors are a model's parameters and buffers; not their values."""
-    kept = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
+    registers = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
 
     def restore() -> None:
-        for owner, parameters, buffers in kept:
+        for owner, parameters, buffers in registers:
             _put_back(owner, owner._parameters, parameters)
             _put_back(owner, owner._buffers, buffers)
 
@@ -115,13 +115,13 @@ def keep_tensors(model: nn.Module) -> Restore:
 
 
 def _put_back(owner: nn.Module, register: dict[str, Any], before: dict[str, Any]) -> None:
-    now = dict(register)  # TorchScript's is no dict
-    for key in now.keys() - before.keys():
+    registered = dict(register)  # TorchScript's is no dict
+    for key in registered.keys() - before.keys():
         del register[key]
     for key, tensor in before.items():
         if tensor is None:
             register[key] = None
-        elif now.get(key) is not tensor:
+        elif registered.get(key) is not tensor:
             setattr(owner, key, tensor)
 
 
@@ -149,8 +149,8 @@ class BufferCopies(dict[str, torch.Tensor]):
             if name in self and buffer.shape == self[name].shape:
                 buffer.copy_(self[name])
             elif name in self:  # such as a cache that grows
-                place, _, key = name.rpartition(".")
-                self._model.get_submodule(place)._buffers[key] = self[name]
+                module_name, _, key = name.rpartition(".")
+                self._model.get_submodule(module_name)._buffers[key] = self[name]
 
 
 def keep_passes(
@@ -171,7 +171,7 @@ def keep_passes(
     # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
     is_gathered = any(hasattr(each, "unshard") for each in model.modules())
     is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= most_bytes
-    kept = [(p, p._version, p.detach().clone()) for p in parameters if is_kept]
+    copies = [(p, p._version, p.detach().clone()) for p in parameters if is_kept]
     flags = [(each, _flags_of(each), {*vars(each)}) for each in model.modules()]
 
     def restore() -> None:
@@ -180,7 +180,7 @@ def keep_passes(
             for key in _new_values(module, names):
                 delattr(module, key)
         with torch.no_grad():
-            for parameter, version, values in kept:
+            for parameter, version, values in copies:
                 is_written = parameter._version != version or not torch.equal(parameter, values)
                 if is_written and parameter.shape == values.shape:  # by parameter.data, too
                     parameter.copy_(values)
@@ -193,7 +193,7 @@ def keep_passes(
 def is_large_frozen(parameter: nn.Parameter) -> bool:
     """Return True for a frozen weight that passes share and do not copy, unless they write it."""
     is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    return is_plain and not parameter.requires_grad and parameter.nbytes > LARGE_BYTES
+    return is_plain and not parameter.requires_grad and parameter.nbytes > LARGE_PARAMETER_BYTES
 
 
 def _new_values(module: nn.Module, names: Set[str]) -> list[str]:
@@ -219,10 +219,10 @@ def keep_attributes(model: nn.Module, task: Any) -> Restore:
     Else caches of another dtype, or state that a checkpoint holds, would stay.
     """
     seen = {id(each) for each in model.modules()}
-    kept = [_keep_attributes(each, DEPTH, seen) for each in (*model.modules(), task)]
+    restores = [_keep_attributes(each, ATTRIBUTE_DEPTH, seen) for each in (*model.modules(), task)]
     seen = {id(each) for each in model.modules()}
-    around = keep_outside(model, task, lambda value: _keep(value, DEPTH - 1, seen))
-    return partial(_call_all, [*around, *kept])
+    around = keep_outside(model, task, lambda value: _keep(value, ATTRIBUTE_DEPTH - 1, seen))
+    return partial(_call_all, [*around, *restores])
 
 
 def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
@@ -230,14 +230,14 @@ def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
     if isinstance(owner, LazyModuleMixin):  # gets its sizes in a dry run
         return lambda: None
     left_out = OF_A_MODULE if isinstance(owner, nn.Module) else OF_A_TASK
-    now = vars(owner)
-    before = {key: copy_iterator(v) for key, v in now.items() if key not in left_out}
+    attributes = vars(owner)
+    before = {key: copy_iterator(v) for key, v in attributes.items() if key not in left_out}
     inner = [_keep(value, depth - 1, seen) for value in before.values()]
 
     def restore() -> None:
-        for key in now.keys() - before.keys() - left_out:
-            del now[key]
-        now.update(before)
+        for key in attributes.keys() - before.keys() - left_out:
+            del attributes[key]
+        attributes.update(before)
         _call_all(inner)
 
     return restore
@@ -270,7 +270,7 @@ def _keep(value: Any, depth: int, seen: set[int]) -> Restore | None:
         return None if is_namespace else _keep_items(value, depth, seen)
     if isinstance(value, tuple):
         return partial(_call_all, [_keep(item, depth - 1, seen) for item in value])
-    is_own = not type(value).__module__.startswith(_LIBRARIES)
+    is_own = not type(value).__module__.startswith(_NOT_OWN)
     # that of dict[str, int], a type in a variable, is the one of dict, which cannot be written
     has_own = isinstance(getattr(value, "__dict__", None), dict)
     return _keep_attributes(value, depth, seen) if is_own and has_own else None
@@ -293,10 +293,10 @@ def _keep_tensor(tensor: torch.Tensor) -> Restore | None:
 
 def _keep_module(module: nn.Module, depth: int, seen: set[int]) -> Restore:
     """Keep a module that is not a part of the model, such as a teacher."""
-    kept = [_keep_tensor(tensor) for tensor in (*module.buffers(), *module.parameters())]
+    inner = [_keep_tensor(tensor) for tensor in (*module.buffers(), *module.parameters())]
     new = [each for each in module.modules() if each is module or id(each) not in seen]
     seen |= {id(each) for each in new}
-    return partial(_call_all, [*kept, *(_keep_attributes(each, depth - 1, seen) for each in new)])
+    return partial(_call_all, [*inner, *(_keep_attributes(each, depth - 1, seen) for each in new)])
 
 
 def _cloned(value: Any) -> Any:
@@ -345,12 +345,12 @@ def keep_optimizers(optimizers: Iterable[Optimizer]) -> Restore:
     Their state is not copied: in the block nobody steps them, but a step may call their methods.
     """
     seen: set[int] = set()
-    kept: list[Restore | None] = []
+    restores: list[Restore | None] = []
     for optimizer in optimizers:
-        kept.append(_keep_options(optimizer))
+        restores.append(_keep_options(optimizer))
         seen |= {id(optimizer.state), id(optimizer.param_groups)}
-        kept.append(_keep_attributes(optimizer, DEPTH, seen))
-    return partial(_call_all, kept)
+        restores.append(_keep_attributes(optimizer, ATTRIBUTE_DEPTH, seen))
+    return partial(_call_all, restores)
 
 
 def _keep_options(optimizer: Optimizer) -> Restore:

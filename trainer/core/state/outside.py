@@ -28,7 +28,7 @@ COPIED: tuple[type, ...] = (
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LIBRARY = str(Path(os.__file__).parent) + os.sep
-DEEPEST = 3  # functions in closures of functions
+MOST_CLOSURE_DEPTH = 3  # functions in closures of functions
 Keep = Callable[[Any], Callable[[], Any] | None]  # returns what undoes changes of a value in place
 Restore = Callable[[], Any]
 
@@ -45,7 +45,7 @@ def keep_outside(model: nn.Module, task: Any, keep: Keep) -> list[Restore]:
             keeper.keep_variables(vars(module))
     for layer in model.modules():
         for function in functions_of(layer):
-            keeper.keep_function(function, DEEPEST)
+            keeper.keep_function(function, MOST_CLOSURE_DEPTH)
     keeper.keep_environment()
     return keeper.restores
 
@@ -127,7 +127,7 @@ class _Keeper:
         self._keep_each(before.values())
         for value in list(variables.values()):
             if isinstance(value, FunctionType) and value.__globals__ is variables:
-                self.keep_function(value, DEEPEST)
+                self.keep_function(value, MOST_CLOSURE_DEPTH)
 
     def keep_class(self, kind: type) -> None:
         """Keep the values of a class, and what its functions hold."""
@@ -142,7 +142,7 @@ class _Keeper:
         self._keep_each(before.values())
         for value in list(vars(kind).values()):
             if isinstance(value, FunctionType):
-                self.keep_function(value, DEEPEST)
+                self.keep_function(value, MOST_CLOSURE_DEPTH)
 
     def keep_function(self, function: FunctionType, depth: int) -> None:
         """Keep the cells, defaults and attributes of a function."""
@@ -232,8 +232,8 @@ class Traces:
             yield
         finally:
             builtins.open = io.open = opened
-            for generator, place in before.values():
-                if place_of(generator) != place:
+            for generator, position in before.values():
+                if place_of(generator) != position:
                     self._note(f"the generator {generator.__name__} advanced")
 
     def _note(self, what: str) -> None:

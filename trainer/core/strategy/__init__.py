@@ -31,23 +31,23 @@ def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device
     each = settings.devices_per_rank
     if not count:
         return (torch.device("cpu"),) * each
-    numbers: Sequence[int] = range(world.local_rank * each, (world.local_rank + 1) * each)
+    indexes: Sequence[int] = range(world.local_rank * each, (world.local_rank + 1) * each)
     if find_strategy(settings).takes_device_ids:  # one process for all GPUs
-        numbers = settings.device_ids or range(count)
+        indexes = settings.device_ids or range(count)
     elif each == 1:
-        numbers = [world.local_rank % count]  # ranks may share a GPU
-    if max(numbers) >= count or min(numbers) < 0:
+        indexes = [world.local_rank % count]  # ranks may share a GPU
+    if max(indexes) >= count or min(indexes) < 0:
         ids = settings.device_ids
         key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
-        raise ConfigError(f"""strategy.{key}: rank {world.rank} has no GPU {max(numbers)};
+        raise ConfigError(f"""strategy.{key}: rank {world.rank} has no GPU {max(indexes)};
             use the {count} that torch sees""")
-    return tuple(torch.device(accelerator.kind(), number) for number in numbers)
+    return tuple(torch.device(accelerator.kind(), index) for index in indexes)
 
 
 def find_strategy(settings: StrategySettings) -> type[Strategy]:
     """Return the strategy of `find_name`. Raises ConfigError if there is none."""
-    found: type[Strategy] = _load(find_name(settings)).STRATEGY
-    return found
+    strategy: type[Strategy] = _load(find_name(settings)).STRATEGY
+    return strategy
 
 
 def find_name(settings: StrategySettings) -> str:

@@ -198,8 +198,8 @@ class Strategy(ABC):
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
-        kept = find_narrow(model, self.precision.autocast_dtype)
-        convert_dtype(model, self.precision.dtype, kept)
+        narrow = find_narrow(model, self.precision.autocast_dtype)
+        convert_dtype(model, self.precision.dtype, narrow)
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
@@ -326,18 +326,20 @@ class Strategy(ABC):
         """
         watch = FunctionalBatchNorm.watch(self.module, self.spec.config)
         with eager(self.spec.config), watch, self.spec.draws.traces.watched("loss"):
-            found = None
+            flops_and_untouched = None
             has_proof = self.spec.config.run.prove and CHECKS.is_installed
             if is_large(self.module) and has_proof:
                 with suppress(Exception), Alone():  # such as a norm over rows
                     row = slice_rows(batch, 0, 1, count_rows(*reversed(batch)))
-                    found = self._dry_pass(row, objective.total)
+                    flops_and_untouched = self._dry_pass(row, objective.total)
                 has_all = all(p.grad is not None for p in self.tensors.trained)
-                if any(self._any_rank([found is None or not has_all])):
-                    found = None
+                if any(self._any_rank([flops_and_untouched is None or not has_all])):
+                    flops_and_untouched = None
                     self.module.zero_grad()
-            found = found or self._dry_pass(batch, lambda *made: objective(*made)[0])
-        self.flops, self.untouched = found
+            flops_and_untouched = flops_and_untouched or self._dry_pass(
+                batch, lambda *outputs_and_targets: objective(*outputs_and_targets)[0]
+            )
+        self.flops, self.untouched = flops_and_untouched
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(f"""the gradient of the parameter {name} is sparse: must be dense;
@@ -359,14 +361,14 @@ class Strategy(ABC):
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""
-        given = self.spec.config.run.compile
-        if given == "blocks" and not modules:
+        compile_setting = self.spec.config.run.compile
+        if compile_setting == "blocks" and not modules:
             raise ConfigError("run.compile=blocks: the task has no blocks; define blocks(model)")
-        for module in modules if given else ():
+        for module in modules if compile_setting else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
             is_outer = isinstance(module.forward, ActivationCheckpoint)
             owner, name = (module.forward, "inner") if is_outer else (module, "forward")
-            setattr(owner, name, compiled(getattr(owner, name), given))
+            setattr(owner, name, compiled(getattr(owner, name), compile_setting))
 
 
 def convert(

@@ -103,8 +103,10 @@ def share_start(module: nn.Module, device: torch.device) -> None:
 
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
-_KNOWN = inspect.signature(TorchDDP).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+_DDP_OPTIONS = inspect.signature(TorchDDP).parameters
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
+)
 
 
 class DistributedDataParallel(Strategy):
@@ -151,8 +153,8 @@ class DistributedDataParallel(Strategy):
             raise ConfigError(f"strategy.comm_hook={hook}: needs a network interface; use none")
         before = BufferCopies(self.module)
         reached: list[torch.Tensor] = []
-        known = [p for p in self.module.parameters() if p.requires_grad and not is_lazy(p)]
-        hooks = (p.register_post_accumulate_grad_hook(reached.append) for p in known)
+        trainable = [p for p in self.module.parameters() if p.requires_grad and not is_lazy(p)]
+        hooks = (p.register_post_accumulate_grad_hook(reached.append) for p in trainable)
         with sandbox(keep_passes(self.module, before, has_large=False)), hooked(hooks):
             self._dry_run(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
@@ -185,20 +187,20 @@ class DistributedDataParallel(Strategy):
         statistics = self.statistics
         if statistics.are_used:
             statistics.begin()
-        for number, (inputs, targets) in enumerate(batch, 1):
+        for batch_number, (inputs, targets) in enumerate(batch, 1):
             if statistics.are_used:
                 statistics.rewind()
-            with nullcontext() if number == last else self._wrapped.no_sync():
+            with nullcontext() if batch_number == last else self._wrapped.no_sync():
                 with self.precision.autocast():
                     outputs, extras = call(self._wrapped, inputs, self.rows)
                     total, carried = objective(outputs, targets)
                 if statistics.are_used:
                     statistics.note(targets, inputs)
-                if number == last and statistics.are_used and statistics.sizes:
+                if batch_number == last and statistics.are_used and statistics.sizes:
                     parts = [part.detach().flatten() for part in statistics.read()]
                     carried = torch.cat([carried, *parts])
                 root = self.precision.root(total, objective.scale)
-                total = reaching(total, others if number == last else ())
+                total = reaching(total, others if batch_number == last else ())
                 if len(carried) < len(extras):
                     carried = pad(carried, (0, len(extras) - len(carried)))
                 torch.autograd.backward([total, extras], [root, carried.to(extras)])

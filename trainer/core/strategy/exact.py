@@ -208,23 +208,23 @@ class Exact(Strategy):
         assert self.leaves is not None
         tree = Tree()
         self.statistics.begin()
-        for number, (inputs, targets) in enumerate(batch, self.leaves.first):
+        for leaf_number, (inputs, targets) in enumerate(batch, self.leaves.first):
             self.statistics.rewind()
             with self.precision.autocast():
                 total, carried = objective(call(self.module, inputs, self.rows), targets)
             part = self.statistics.part(targets, inputs)
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             self._check_reached(objective)
-            tree.add(Node(0, number), self._pack(carried, part))
+            tree.add(Node(0, leaf_number), self._pack(carried, part))
             self.tensors.drop_gradients()
         self.spec.reduce_begun(None)
         return self._unpack(self._reduce(tree))
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         assert self.leaves is not None
-        number = f"{self.leaves.total} leaves of {self._leaf} rows"
+        leaves = f"{self.leaves.total} leaves of {self._leaf} rows"
         threads = ", each with one thread" * (self.world.device.type == "cpu")
-        return [f"exact: {number} in one tree, the same bits on any number of ranks{threads}"]
+        return [f"exact: {leaves} in one tree, the same bits on any number of ranks{threads}"]
 
     # Vectors ------------------------------------------------------------------------------------
 
@@ -252,17 +252,17 @@ class Exact(Strategy):
     @torch.no_grad()
     def _unpack(self, vector: torch.Tensor) -> torch.Tensor:
         sizes = self.statistics.sizes
-        place = 2 + sum(sizes)
-        self.statistics.write(vector[2:place].split(sizes) if sizes else [])
+        offset = 2 + sum(sizes)
+        self.statistics.write(vector[2:offset].split(sizes) if sizes else [])
         reached = [1.0] * len(self.tensors.trained)
         if self.config.find_unused_parameters:
-            reached = vector[place : place + len(reached)].tolist()
-            place += len(reached)
-        for number, parameter in enumerate(self.tensors.trained):
-            if reached[number]:
-                part = vector[place : place + parameter.numel()].to(parameter.dtype)
-                parameter.grad = part.as_strided(parameter.shape, self._strides[number])
-            place += parameter.numel()
+            reached = vector[offset : offset + len(reached)].tolist()
+            offset += len(reached)
+        for index, parameter in enumerate(self.tensors.trained):
+            if reached[index]:
+                part = vector[offset : offset + parameter.numel()].to(parameter.dtype)
+                parameter.grad = part.as_strided(parameter.shape, self._strides[index])
+            offset += parameter.numel()
         return vector[:2].clone()
 
     def _reduce(self, tree: Tree) -> torch.Tensor:
@@ -274,9 +274,9 @@ class Exact(Strategy):
         length = len(vectors[0])
         each = -(-length // ranks)
         sent = vectors[0].new_zeros(ranks, len(vectors), each)
-        for number, vector in enumerate(vectors):
+        for index, vector in enumerate(vectors):
             padded = nn.functional.pad(vector, (0, each * ranks - length))
-            sent[:, number] = padded.view(ranks, each)
+            sent[:, index] = padded.view(ranks, each)
         counts = [len(nodes) for nodes in self._nodes]
         received = sent.new_empty(sum(counts), each)
         sizes = [count * each for count in counts]
@@ -296,10 +296,10 @@ def _deterministic() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
-        if found is None:
+        match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        if match is None:
             raise
-        raise ConfigError(f"""strategy=exact: {found[1]} has no deterministic kernel on this device;
+        raise ConfigError(f"""strategy=exact: {match[1]} has no deterministic kernel on this device;
             choose another, or use ddp""") from error
 
 

@@ -16,7 +16,7 @@ from trainer.core.errors import ConfigError
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # the innermost one last
 DATA = ("replicate", "shard")  # these divide the rows of a global batch
-COPIES = (*DATA, "context")  # ranks along these use the same weights
+COPY_AXES = (*DATA, "context")  # ranks along these use the same weights
 SHARDED = ("pipeline", "shard", "context", "tensor")  # ranks along these have other parts of it
 WHOLE = ("pipeline", "tensor")  # the same for a tensor that FSDP does not divide
 
@@ -51,9 +51,9 @@ class Mesh:
         fixed = math.prod(size for size in axes.values() if size != "auto")
         free = [name for name, size in axes.items() if size == "auto"]
         shown = {name: size for name, size in axes.items() if size != 1 or name in DATA}
-        given = ", ".join(f"{name}={size}" for name, size in shown.items())
+        setting = ", ".join(f"{name}={size}" for name, size in shown.items())
         if len(free) > 1:
-            raise ConfigError(f"strategy.mesh: {given}: set auto for one axis only")
+            raise ConfigError(f"strategy.mesh: {setting}: set auto for one axis only")
         for name in free:
             axes[name] = max(1, world.world_size // fixed)
         if math.prod(axes.values()) != world.world_size:
@@ -63,7 +63,7 @@ class Mesh:
                 advice = f"start a multiple of {fixed}, or set another size"
             if world.launcher.name == "python":
                 advice = f"start them with torchrun --nproc_per_node={fixed}, or set another size"
-            raise ConfigError(f"""strategy.mesh: {given}: the product {must}, and {world.started};
+            raise ConfigError(f"""strategy.mesh: {setting}: the product {must}, and {world.started};
                 {advice}""")
         return cls(world.rank, **axes)
 
@@ -75,10 +75,10 @@ class Mesh:
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """Return the coordinate of a rank along each axis, by default of this rank."""
         rest = self.rank if rank is None else rank
-        found = {}
+        coordinates = {}
         for axis in reversed(AXES):
-            rest, found[axis] = divmod(rest, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
+            rest, coordinates[axis] = divmod(rest, getattr(self, axis))
+        return {axis: coordinates[axis] for axis in AXES}
 
     @cached_property
     def _own(self) -> dict[str, int]:
@@ -92,12 +92,12 @@ class Mesh:
         sizes = self.sizes
         own = self.coordinates()
         choices = [range(sizes[axis]) if axis in axes else [own[axis]] for axis in AXES]
-        return tuple(self.rank_at(place) for place in itertools.product(*choices))
+        return tuple(self.rank_at(coordinates) for coordinates in itertools.product(*choices))
 
-    def rank_at(self, place: tuple[int, ...]) -> int:
+    def rank_at(self, coordinates: tuple[int, ...]) -> int:
         """Return the rank with these coordinates, in the order of the axes."""
         rank = 0
-        for axis, coordinate in zip(AXES, place, strict=True):
+        for axis, coordinate in zip(AXES, coordinates, strict=True):
             rank = rank * getattr(self, axis) + coordinate
         return rank
 
@@ -106,10 +106,10 @@ class Mesh:
 
     def number_of_part(self, *axes: str) -> int:
         """Return the number of this rank's part, if ranks along `axes` have different ones."""
-        number = 0
+        part = 0
         for axis in axes:
-            number = number * self.sizes[axis] + self[axis]
-        return number
+            part = part * self.sizes[axis] + self[axis]
+        return part
 
     @property
     def data_size(self) -> int:
@@ -156,8 +156,8 @@ class Mesh:
 
     def place(self, rank: int) -> str:
         """Return the coordinates of a rank, such as "pipeline 1, shard 3"; from 0."""
-        found = self.coordinates(rank)
-        return ", ".join(f"{axis} {found[axis]}" for axis, n in self.sizes.items() if n > 1)
+        coordinates = self.coordinates(rank)
+        return ", ".join(f"{axis} {coordinates[axis]}" for axis, n in self.sizes.items() if n > 1)
 
 
 def is_divided(sizes: MeshSizes) -> bool:
@@ -183,10 +183,10 @@ def open_groups(
     return groups
 
 
-def open_group(mesh: Mesh, known: Mapping[str, RankGroup], name: str, *axes: str) -> RankGroup:
-    """Return the group of the ranks along several axes, a new one unless it is known."""
+def open_group(mesh: Mesh, groups: Mapping[str, RankGroup], name: str, *axes: str) -> RankGroup:
+    """Return the group of the ranks along several axes, a new one unless `groups` has it."""
     ranks = mesh.members(*axes)
-    for group in known.values():
+    for group in groups.values():
         if group.ranks == ranks:
             return replace(group, name=name)
-    return next(iter(known.values())).open(ranks, name)
+    return next(iter(groups.values())).open(ranks, name)

@@ -40,8 +40,8 @@ ELEMENTWISE = {
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 }
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
-LONGEST = 4  # axis of a stand-in
-TOLERANCE = 1e-9  # relative, in 64 bits
+LONGEST_AXIS = 4  # of a stand-in
+STAND_IN_TOLERANCE = 1e-9  # relative, in 64 bits
 
 
 def check_by_trial(optimizer: Optimizer) -> None:
@@ -144,12 +144,14 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _attributes(optimizer: Optimizer) -> list[Any]:
     """Return all that an optimizer keeps outside of its groups and state."""
-    return tree_leaves([value for key, value in vars(optimizer).items() if key not in _KNOWN])
+    return tree_leaves(
+        [value for key, value in vars(optimizer).items() if key not in _GROUPS_AND_STATE]
+    )
 
 
 def check_hooks(optimizer: Optimizer) -> None:
     """Raise ConfigError for step hooks, which would see this rank's parts of the parameters."""
-    if any(getattr(optimizer, kind, None) for kind in _HOOKS):
+    if any(getattr(optimizer, kind, None) for kind in _STEP_HOOKS):
         raise ConfigError(f"""build_optimizer:
             {type(optimizer).__name__} has a step hook, which would get parts of parameters;
             put it into the step of a class of your own, or use ddp""")
@@ -157,41 +159,41 @@ def check_hooks(optimizer: Optimizer) -> None:
 
 def check_independence(optimizer: Optimizer) -> None:
     """Raise ConfigError if a step needs more than one parameter and its gradient at a time."""
-    given = f"build_optimizer: {type(optimizer).__name__}"
+    subject = f"build_optimizer: {type(optimizer).__name__}"
     own = vars(optimizer).get("step")
     if own is not None and getattr(own, "__self__", None) is not optimizer:
-        raise ConfigError(f"""{given} has another step than its class, which cannot be tried;
+        raise ConfigError(f"""{subject} has another step than its class, which cannot be tried;
             write a class with this step, or use ddp""")
     others = _attributes(optimizer)
     shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
     for leaf in (leaf for leaf in others if isinstance(leaf, torch.Tensor)):
         if isinstance(leaf, nn.Parameter):
-            raise ConfigError(f"""{given} keeps parameters outside of param_groups,
+            raise ConfigError(f"""{subject} keeps parameters outside of param_groups,
                 and ranks step different ones; read them from param_groups, or use ddp""")
         if leaf.dim() and leaf.shape in shapes:
-            raise ConfigError(f"""{given} keeps tensors of its parameters outside of its state,
+            raise ConfigError(f"""{subject} keeps tensors of its parameters outside of its state,
                 and ranks step different ones;
                 make them in the first step, in self.state[parameter], or use ddp""")
     for inner in inner_optimizers(optimizer):
         if not all(any(g is own for own in optimizer.param_groups) for g in inner.param_groups):
-            raise ConfigError(f"""{given} wraps an optimizer with param_groups of its own,
+            raise ConfigError(f"""{subject} wraps an optimizer with param_groups of its own,
                 and ranks step different ones; share them, or use ddp""")
-    found: list[torch.Tensor] = []
+    stepped_in_halves: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
     with suppress(Exception):  # a failure may be that of the stand-ins
         whole = step_stand_ins(optimizer)
         for first in range(2):
-            found += step_stand_ins(optimizer, first, 2)
+            stepped_in_halves += step_stand_ins(optimizer, first, 2)
             expected += whole[first::2]
-    for one, other in zip(found, expected, strict=False):
-        if not torch.allclose(one, other, rtol=TOLERANCE, atol=0):
-            raise ConfigError(f"""{given} steps a parameter by the values of others,
+    for one, other in zip(stepped_in_halves, expected, strict=False):
+        if not torch.allclose(one, other, rtol=STAND_IN_TOLERANCE, atol=0):
+            raise ConfigError(f"""{subject} steps a parameter by the values of others,
                 and ranks step different ones; use ddp""")
 
 
-_KNOWN = ("param_groups", "state", "defaults")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-SIZES = (1.0, 1e3, 1e-3)  # of gradients: a limit of their norm is reached in one of the steps
+_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+GRADIENT_SIZES = (1.0, 1e3, 1e-3)  # a limit of their norm is reached in one of the steps
 
 
 @torch.no_grad()
@@ -200,29 +202,29 @@ def step_stand_ins(optimizer: Optimizer, first: int = 0, every: int = 1) -> Sequ
 
     It has no other parameters, and no step hooks, which could change the model.
     """
-    made = object.__new__(type(optimizer))
+    optimizer_copy = object.__new__(type(optimizer))
     generator = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {id(optimizer): made}
+    memo: dict[int, Any] = {id(optimizer): optimizer_copy}
     gradients: dict[nn.Parameter, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            sizes = [min(size, LONGEST) for size in parameter.shape]
+            sizes = [min(size, LONGEST_AXIS) for size in parameter.shape]
             values = torch.randn([2, *sizes], generator=generator, dtype=torch.float64)
             memo[id(parameter)] = stand_in = nn.Parameter(values[0], parameter.requires_grad)
             gradients[stand_in] = values[1]
-    vars(made).update(copy.deepcopy(vars(optimizer), memo))
-    kept = list(gradients)[first::every]
-    for group in made.param_groups:
-        group["params"] = [p for p in group["params"] if any(p is each for each in kept)]
-    for each in (made, *inner_optimizers(made)):
-        for kind in _HOOKS:
+    vars(optimizer_copy).update(copy.deepcopy(vars(optimizer), memo))
+    stand_ins = list(gradients)[first::every]
+    for group in optimizer_copy.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is each for each in stand_ins)]
+    for each in (optimizer_copy, *inner_optimizers(optimizer_copy)):
+        for kind in _STEP_HOOKS:
             vars(each).get(kind, {}).clear()
     with sandbox(keep_generators()):
-        for size in SIZES:
-            for parameter in kept:
+        for size in GRADIENT_SIZES:
+            for parameter in stand_ins:
                 parameter.grad = gradients[parameter] * size
-            made.step()
-    return kept
+            optimizer_copy.step()
+    return stand_ins
 
 
 def surround_step(
@@ -285,12 +287,12 @@ class OwnedOptimizer:
         own = [[[o, list(box.shape)] for box, o in shard.boxes()] for _, shard in local]
         every = axis.gather(own)
         owners = find_owners((math.prod(shard.shape) for _, shard in local), axis.size)
-        for number, ((part, shard), owner) in enumerate(zip(local, owners, strict=True)):
+        for index, ((part, shard), owner) in enumerate(zip(local, owners, strict=True)):
             whole = None
             if owner == self._rank:
                 whole = nn.Parameter(part.new_empty(shard.shape), part.requires_grad)
                 self.owned[whole] = part
-            boxes = [of_rank[number] for of_rank in every]
+            boxes = [of_rank[index] for of_rank in every]
             most = max(sum(torch.Size(size).numel() for _, size in each) for each in boxes)
             self._parameters.append(_Parameter(part, owner, whole, boxes, most))
         surround_step(optimizer, self._before, self._after)
@@ -317,8 +319,8 @@ class OwnedOptimizer:
             if whole is not None:
                 sent = [torch.zeros_like(mine) for _ in each.boxes]
                 for rank, flat in enumerate(sent):
-                    for place, piece in each.pieces(rank, flat):
-                        piece.copy_(whole[place])
+                    for index, piece in each.pieces(rank, flat):
+                        piece.copy_(whole[index])
                 whole.grad = None
             dist.scatter(mine, sent, group=self._group, group_src=each.owner)
             part.copy_(mine[: part.numel()].view_as(part))
@@ -332,8 +334,8 @@ class OwnedOptimizer:
             return mine
         received = [torch.empty_like(mine) for _ in each.boxes]
         dist.gather(mine, received, group=self._group, group_dst=each.owner)
-        made = torch.empty_like(each.whole)
+        whole = torch.empty_like(each.whole)
         for rank, flat in enumerate(received):
-            for place, piece in each.pieces(rank, flat):
-                made[place] = piece
-        return made
+            for index, piece in each.pieces(rank, flat):
+                whole[index] = piece
+        return whole

@@ -14,7 +14,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.strategy.tensor_shards import replace_tensors
 
 OF_A_MODULE = set(vars(nn.Module()))
-DEPTH = 3  # of containers
+DEPTH_OF_CONTAINERS = 3
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
 
 
@@ -32,9 +32,15 @@ def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module |
     if not isinstance(model, nn.Module):
         return None
     seen = {id(each) for each in (*model.modules(), *model.parameters(), *model.buffers())}
-    kept = [v for key, v in vars(task).items() if key != "_run"]
-    kept += [v for m in model.modules() for key, v in vars(m).items() if key not in OF_A_MODULE]
-    is_own = any(tensor.is_meta for value in kept for tensor in _tensors_of(value, seen, DEPTH))
+    attributes = [v for key, v in vars(task).items() if key != "_run"]
+    attributes += [
+        v for m in model.modules() for key, v in vars(m).items() if key not in OF_A_MODULE
+    ]
+    is_own = any(
+        tensor.is_meta
+        for value in attributes
+        for tensor in _tensors_of(value, seen, DEPTH_OF_CONTAINERS)
+    )
     return None if is_own else model
 
 

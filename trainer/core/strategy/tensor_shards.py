@@ -94,12 +94,12 @@ def find_owners(sizes: Iterable[int], num_ranks: int) -> list[int]:
 
 def list_boxes(shards: Mapping[str, Shard]) -> list[list[Any]]:
     """Return what `join_boxes` must know of this rank's parts: an entry for each box of those that
-    it writes, with name, number, dtype, shape of the whole, offset and size."""
+    it writes, with name, index, dtype, shape of the whole, offset and size."""
     return [
-        [name, number, name_of(box.dtype), list(shard.shape), list(offset), list(box.shape)]
+        [name, box_index, name_of(box.dtype), list(shard.shape), list(offset), list(box.shape)]
         for name, shard in shards.items()
         if shard.is_written
-        for number, (box, offset) in enumerate(shard.boxes())
+        for box_index, (box, offset) in enumerate(shard.boxes())
     ]
 
 
@@ -114,9 +114,9 @@ def join_boxes(
     """
     wholes: dict[str, torch.Tensor] = {}
     for source, entries in enumerate(every):
-        for name, number, dtype, shape, offset, size in entries:
+        for name, box_index, dtype, shape, offset, size in entries:
             if source == rank:
-                box = list(shards[name].boxes())[number][0]
+                box = list(shards[name].boxes())[box_index][0]
             else:
                 box = torch.empty(size, dtype=dtype_of(dtype))
             if (part := move(box, source)) is not None:
@@ -198,16 +198,16 @@ def replace_tensors(model: nn.Module, make: Callable[[str, torch.Tensor], torch.
 
     Tied ones are replaced by one tensor.
     """
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    replacements: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in list(tensors.items()):
                 if tensor is None:
                     continue
-                if tensor not in made:
-                    made[tensor] = make(f"{prefix}.{key}" if prefix else key, tensor)
-                if made[tensor] is not tensor:
-                    setattr(module, key, made[tensor])
+                if tensor not in replacements:
+                    replacements[tensor] = make(f"{prefix}.{key}" if prefix else key, tensor)
+                if replacements[tensor] is not tensor:
+                    setattr(module, key, replacements[tensor])
 
 
 def is_extra(name: str, value: Any) -> bool:
@@ -217,10 +217,10 @@ def is_extra(name: str, value: Any) -> bool:
 
 def non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers with persistent=False by name."""
-    found = {}
+    buffers = {}
     for prefix, module in model.named_modules():
         for key in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(key)
             if buffer is not None and not is_lazy(buffer):
-                found[f"{prefix}.{key}" if prefix else key] = buffer
-    return found
+                buffers[f"{prefix}.{key}" if prefix else key] = buffer
+    return buffers

@@ -62,10 +62,10 @@ class Tensors:
 
     def gradients(self) -> list[list[torch.Tensor]]:
         """Return the gradients, grouped by device and dtype as foreach operations require."""
-        found = []
+        gradients = []
         for kind in self._kinds:
-            found.append([g for p in kind if (g := p.grad) is not None])
-        return found
+            gradients.append([g for p in kind if (g := p.grad) is not None])
+        return gradients
 
     def drop_gradients(self) -> None:
         """Free all gradients."""

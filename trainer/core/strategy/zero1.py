@@ -31,7 +31,7 @@ from trainer.core.strategy.optimizer_trial import (
 from trainer.core.strategy.tensor_shards import Shard, find_owners
 from trainer.core.strategy.tensors import Tensors, join_states
 
-MOST_BYTES = 25 * 2**20  # of a message, as of DDP's buckets
+MOST_BYTES_OF_A_MESSAGE = 25 * 2**20  # as of DDP's buckets
 
 
 class OwnedCost(AllReduceCost):
@@ -104,7 +104,7 @@ def _send(owned: Sequence[Sequence[nn.Parameter]]) -> None:
             dist.broadcast(flat, owner)
             return flat
 
-        exchange((p for p in parameters if p.requires_grad), MOST_BYTES, send)
+        exchange((p for p in parameters if p.requires_grad), MOST_BYTES_OF_A_MESSAGE, send)
 
 
 class ZeroRedundancy(DistributedDataParallel):

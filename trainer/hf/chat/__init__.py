@@ -26,11 +26,11 @@ from trainer.hf.chat.rows import open_source
 from trainer.hf.chat.template import make_recipe
 from trainer.hf.chat.token_store import TokenStore, open_store
 
-DATA = "task.options.data"
-EVAL = "task.options.eval"
-MODEL = "task.options.model"
-FILES = 200  # of Python's standard library
-SHOWN = 300  # characters of each part of the example
+DATA_KEY = "task.options.data"
+EVAL_KEY = "task.options.eval"
+MODEL_KEY = "task.options.model"
+LIBRARY_FILES = 200  # of Python's standard library
+SHOWN_CHARACTERS = 300  # of each part of the example
 HASHES = 2.0**64
 
 Read = Callable[[Mapping[str, Any]], tuple[str, list[Example]]]
@@ -75,11 +75,11 @@ class PairDataset(ChatDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = int(self._rows[index])
-        found: dict[str, torch.Tensor] = {}
-        for number, name in enumerate(("chosen", "rejected")):
-            tokens, learned = self._store.read(2 * row + number)
-            found |= {name: torch.from_numpy(tokens), f"{name}_learned": torch.from_numpy(learned)}
-        return found
+        pair: dict[str, torch.Tensor] = {}
+        for offset, name in enumerate(("chosen", "rejected")):
+            tokens, learned = self._store.read(2 * row + offset)
+            pair |= {name: torch.from_numpy(tokens), f"{name}_learned": torch.from_numpy(learned)}
+        return pair
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Chats:
     context: int
     learn: str = "assistant"
     eval: float | str | None = 0.05
-    files: int = FILES
+    files: int = LIBRARY_FILES
     kind: _Kind = CHAT
 
     def prepare(self) -> None:
@@ -116,41 +116,41 @@ class Chats:
         Raises ConfigError for rows that cannot be used, with their number and the first one's
         place.
         """
-        for place, key in self._places():
-            self._open(place, key, is_verified=True)
+        for data, key in self._places():
+            self._open(data, key, is_verified=True)
 
     def open(self, split: str) -> Any:
         """Return the rows of a split, "train" or "eval", as `prepare` has made them."""
         if split not in ("train", "eval"):
             raise ValueError("there are train and eval")
         places = self._places()
-        place, key = places[-1] if split == "eval" else places[0]
-        store, name = self._open(place, key)
+        data, key = places[-1] if split == "eval" else places[0]
+        store, name = self._open(data, key)
         rows = np.arange(len(store.hashes()))
         if len(places) == 1:
             rows = rows[_held_out(store.hashes(), self.eval) == (split == "eval")]
             if not len(rows):
-                given = f"{EVAL}={self.eval}"
-                raise ConfigError(f"""{given}: leaves no row of {len(store.hashes()):,} for {split};
+                share = f"{EVAL_KEY}={self.eval}"
+                raise ConfigError(f"""{share}: leaves no row of {len(store.hashes()):,} for {split};
                     give more rows, a share above 0 that leaves some, or a file""")
         return self.kind.dataset(store, rows, name, split)
 
     def _places(self) -> list[tuple[str | None, str]]:
         """Return the data and its setting, and those of the held-out file if there is one."""
         if _share(self.eval) is None:
-            return [(self.data, DATA), (str(self.eval), EVAL)]
-        return [(self.data, DATA)]
+            return [(self.data, DATA_KEY), (str(self.eval), EVAL_KEY)]
+        return [(self.data, DATA_KEY)]
 
     def _open(
         self, data: str | None, key: str, is_verified: bool = False
     ) -> tuple[TokenStore, str]:
-        given = f"{key}={data}"
-        source = open_source(data, given, self.files, is_verified)
+        setting = f"{key}={data}"
+        source = open_source(data, setting, self.files, is_verified)
         if data is None and self.kind is PAIRS:
             source = replace(source, read=partial(make_pairs, source.read))
         recipe = make_recipe(self.tokenizer, self.context, self.learn, self.kind.name)
-        make_masks = partial(Masks, self.tokenizer, self.context, self.learn, MODEL)
-        store = open_store(source, recipe, self.kind.read, make_masks, given, is_verified)
+        make_masks = partial(Masks, self.tokenizer, self.context, self.learn, MODEL_KEY)
+        store = open_store(source, recipe, self.kind.read, make_masks, setting, is_verified)
         return store, source.name
 
 
@@ -161,7 +161,7 @@ def _share(eval: float | str | None) -> float | None:
     except ValueError:
         return None
     if not 0 <= share < 1:
-        raise ConfigError(f"{EVAL}={eval}: must be a share below 1, such as 0.05, or a file")
+        raise ConfigError(f"{EVAL_KEY}={eval}: must be a share below 1, such as 0.05, or a file")
     return share
 
 
@@ -186,10 +186,10 @@ def describe(dataset: ChatDataset, tokenizer: Any) -> list[str]:
             label = "" if name == "tokens" else f"{name}: "
             lines.append(f"chat    {label}{mark_learned(example[name], mask, tokenizer)}")
     if facts["empty_files"]:
-        lines.append(f"warning: {DATA}: {counted(facts['empty_files'], 'file')} without a byte")
+        lines.append(f"warning: {DATA_KEY}: {counted(facts['empty_files'], 'file')} without a byte")
     lines += [
-        f"warning: {DATA}: {number:,} of {counted(facts['rows'], 'row')}: {fact}"
-        for fact, number in facts["named"].items()
+        f"warning: {DATA_KEY}: {affected_rows:,} of {counted(facts['rows'], 'row')}: {fact}"
+        for fact, affected_rows in facts["named"].items()
     ]
     return lines
 
@@ -211,6 +211,6 @@ def mark_learned(tokens: torch.Tensor, learned: torch.Tensor, tokenizer: Any) ->
     for piece, mask in zip(
         tokens.tensor_split(changes), learned.tensor_split(changes), strict=True
     ):
-        text = visible(shortened(tokenizer.decode(piece.tolist()), SHOWN))
+        text = visible(shortened(tokenizer.decode(piece.tolist()), SHOWN_CHARACTERS))
         parts.append(f"[[{text}]]" if mask[0] else text)
     return "".join(parts)

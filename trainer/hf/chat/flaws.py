@@ -31,21 +31,21 @@ class Flaws:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, tuple[str, str]] = field(default_factory=dict)  # place and advice
 
-    def add(self, place: str, flaw: Flaw) -> None:
+    def add(self, location: str, flaw: Flaw) -> None:
         self.counts[flaw.what] += 1
-        self.first.setdefault(flaw.what, (place, flaw.advice))
+        self.first.setdefault(flaw.what, (location, flaw.advice))
 
-    def refuse(self, given: str) -> None:
-        """Raise ConfigError if there is one. `given` is the setting and its value."""
+    def refuse(self, setting: str) -> None:
+        """Raise ConfigError if there is one. `setting` is the key with its value."""
         if not self.counts:
             return
-        what, (place, advice) = next(iter(self.first.items()))
+        what, (location, advice) = next(iter(self.first.items()))
         count = self.counts[what]
         others = self.counts.total() - count
-        where = visible(place) if count == 1 else f"the first is {visible(place)}"
+        where = visible(location) if count == 1 else f"the first is {visible(location)}"
         where += f", {others:,} more have other flaws" if others else ""
         rows = f"{count:,} row{'s' * (count > 1)}"
-        raise ConfigError(f"{given}: {rows} {visible(what)} ({where}); {visible(advice)}")
+        raise ConfigError(f"{setting}: {rows} {visible(what)} ({where}); {visible(advice)}")
 
 
 def check_value(value: Any) -> None:

@@ -12,18 +12,18 @@ from trainer.core.errors import visible
 from trainer.hf.chat.flaws import Flaw, check_value
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMS = {
+FORMS_OF_CHATS = {
     "messages": ("messages",),
     "prompt and completion": ("prompt", "completion"),
     "text": ("text",),
 }
-PAIRS = ("prompt", "chosen", "rejected")
-COLUMNS = ("messages", "text", "completion", *PAIRS, "tools")
+COLUMNS_OF_PAIRS = ("prompt", "chosen", "rejected")
+COLUMNS_OF_CHATS = ("messages", "text", "completion", *COLUMNS_OF_PAIRS, "tools")
 OF_MESSAGES = " of messages"
 OF_A_CHAT = "must have messages, prompt and completion, or text"
 OF_A_PAIR = "must have prompt, chosen and rejected"
 MOST_MESSAGES = 1000  # each answer is rendered with all before it
-MOST_NAMES = 5  # that an error lists
+MOST_NAMES_SHOWN = 5  # that an error lists
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ Example = PlainText | Chat
 def read_chat(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
     """Return the name of a row's form, and its example. Raises Flaw."""
     forms = [
-        form for form, names in FORMS.items() if all(row.get(name) is not None for name in names)
+        form
+        for form, names in FORMS_OF_CHATS.items()
+        if all(row.get(name) is not None for name in names)
     ]
     if not forms:
         raise Flaw(f"without such columns: {_names(row)}", OF_A_CHAT)
@@ -60,8 +62,8 @@ def read_chat(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
         return form, [Chat(_messages(row["messages"], form), 0, _options(row))]
     if form == "text":
         return form, [PlainText("", _text(row["text"], form))]
-    made = _joined(row["prompt"], row["completion"], "completion", _options(row))
-    return form + OF_MESSAGES * isinstance(made, Chat), [made]
+    example = _joined(row["prompt"], row["completion"], "completion", _options(row))
+    return form + OF_MESSAGES * isinstance(example, Chat), [example]
 
 
 def read_pair(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
@@ -75,15 +77,15 @@ def read_pair(row: Mapping[str, Any]) -> tuple[str, list[Example]]:
     if chosen == rejected:
         raise Flaw("with equal chosen and rejected", "must be two different answers; remove it")
     answers = (("chosen", chosen), ("rejected", rejected))
-    made = [_joined(prompt, answer, name, _options(row)) for name, answer in answers]
-    return "pairs" + OF_MESSAGES * isinstance(made[0], Chat), made
+    examples = [_joined(prompt, answer, name, _options(row)) for name, answer in answers]
+    return "pairs" + OF_MESSAGES * isinstance(examples[0], Chat), examples
 
 
-def check_forms(forms: Mapping[str, str], given: str) -> None:
+def check_forms(forms: Mapping[str, str], setting: str) -> None:
     """Raise ConfigError for more than one form. `forms`: the place of the first row of each."""
     if len(forms) > 1:
         (one, first), (two, second) = [*forms.items()][:2]
-        raise ConfigError(f"""{given}: has rows of 2 forms, {one} ({visible(first)}) and
+        raise ConfigError(f"""{setting}: has rows of 2 forms, {one} ({visible(first)}) and
             {two} ({visible(second)}); must be of one form; write two files""")
 
 
@@ -136,28 +138,28 @@ def _options(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": tools}
 
 
-def _messages(given: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(given, list):
+def _messages(raw_messages: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(raw_messages, list):
         must = 'must be a list of {"role": ..., "content": ...}'
-        raise Flaw(f"with a {_type(given)} as {name}", must)
-    if not given:
+        raise Flaw(f"with a {_type(raw_messages)} as {name}", must)
+    if not raw_messages:
         raise Flaw("without messages", "add messages, or remove it")
-    if len(given) > MOST_MESSAGES:
+    if len(raw_messages) > MOST_MESSAGES:
         raise Flaw(f"of more than {MOST_MESSAGES:,} messages", "divide it, or remove it")
-    messages = [_message(each) for each in given]
+    messages = [_message(each) for each in raw_messages]
     _check_order([message["role"] for message in messages])
     return messages
 
 
-def _message(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or "role" not in given:
-        found = _names(given) if isinstance(given, Mapping) else _type(given)
+def _message(raw_message: Any) -> dict[str, Any]:
+    if not isinstance(raw_message, Mapping) or "role" not in raw_message:
+        shown = _names(raw_message) if isinstance(raw_message, Mapping) else _type(raw_message)
         must = 'must be {"role": ..., "content": ...}'
-        raise Flaw(f"with a message that has no role ({found})", must)
-    role = given["role"]
+        raise Flaw(f"with a message that has no role ({shown})", must)
+    role = raw_message["role"]
     if role not in ROLES:
         raise Flaw(f"with the role {role!r:.40}", f"must be one of {', '.join(ROLES)}")
-    message = {str(key): value for key, value in given.items() if value is not None}
+    message = {str(key): value for key, value in raw_message.items() if value is not None}
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     for value in message.values():
@@ -168,41 +170,41 @@ def _message(given: Any) -> dict[str, Any]:
     return message | {"content": content}
 
 
-def _content(given: Any, role: str, may_be_absent: bool) -> str:
-    if isinstance(given, str):
-        return given
-    if given is None and may_be_absent:
+def _content(content: Any, role: str, may_be_absent: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and may_be_absent:
         return ""
-    if isinstance(given, list) and given:
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in given]
+    if isinstance(content, list) and content:
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
             return "".join(texts)
-    found = "no content" if given is None else f"a {_type(given)} as content"
-    raise Flaw(f"with {found} of a message of {role}", "must be a string; images are not read")
+    problem = "no content" if content is None else f"a {_type(content)} as content"
+    raise Flaw(f"with {problem} of a message of {role}", "must be a string; images are not read")
 
 
 def _check_order(roles: list[str]) -> None:
     advice = "system comes first if at all, then user and assistant take turns"
     spoken = roles[1:] if roles[0] in ("system", "developer") else roles
-    known = [role if role in ("user", "assistant", "tool") else "system" for role in spoken]
-    is_first = not known or known[0] == "user"
-    follows = pairwise(known)
+    turns = [role if role in ("user", "assistant", "tool") else "system" for role in spoken]
+    is_first = not turns or turns[0] == "user"
+    follows = pairwise(turns)
     is_turn = all(one != two or one == "tool" for one, two in follows)
-    if not is_first or not is_turn or "system" in known or "assistant" not in known:
-        shown = ", ".join(roles[:MOST_NAMES]) + ", ..." * (len(roles) > MOST_NAMES)
-        if "assistant" not in known:
+    if not is_first or not is_turn or "system" in turns or "assistant" not in turns:
+        shown = ", ".join(roles[:MOST_NAMES_SHOWN]) + ", ..." * (len(roles) > MOST_NAMES_SHOWN)
+        if "assistant" not in turns:
             raise Flaw("without an assistant's message", "add the answer, or remove it")
         raise Flaw(f"with roles out of order, such as {shown}", advice)
 
 
-def _text(given: Any, name: str, may_be_empty: bool = False) -> str:
-    if not isinstance(given, str):
-        raise Flaw(f"with a {_type(given)} as {name}", "must be a string")
-    if not given.strip() and not may_be_empty:
+def _text(text: Any, name: str, may_be_empty: bool = False) -> str:
+    if not isinstance(text, str):
+        raise Flaw(f"with a {_type(text)} as {name}", "must be a string")
+    if not text.strip() and not may_be_empty:
         raise Flaw(f"with an empty {name}", "write it, or remove it")
-    check_value(given)
-    return given
+    check_value(text)
+    return text
 
 
 def _type(value: Any) -> str:
@@ -212,4 +214,4 @@ def _type(value: Any) -> str:
 
 def _names(row: Mapping[str, Any]) -> str:
     names = [f"{name!s:.30}" for name, value in row.items() if value is not None]
-    return ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
+    return ", ".join(names[:MOST_NAMES_SHOWN]) + ", ..." * (len(names) > MOST_NAMES_SHOWN) or "none"

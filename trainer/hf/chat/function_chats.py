@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-ASK = "Describe this function in one sentence.\n\n"
+FUNCTION_PROMPT = "Describe this function in one sentence.\n\n"
 MOST_CODE = 1200  # characters of a function
 SUMMARY = range(20, 301)  # characters of its description
 
@@ -29,7 +29,7 @@ def describe_functions(texts: Iterable[bytes]) -> Iterator[tuple[str, dict[str, 
             if pair is not None and pair not in seen:
                 seen.add(pair)
                 code, summary = pair
-                asked = {"role": "user", "content": ASK + code}
+                asked = {"role": "user", "content": FUNCTION_PROMPT + code}
                 answer = {"role": "assistant", "content": summary}
                 yield f"function {node.name}", {"messages": [asked, answer]}
 
@@ -39,10 +39,10 @@ def make_pairs(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield pairs: a function's own description is chosen, that of the one before is rejected."""
     before = None
-    for place, row in read():
+    for location, row in read():
         *asked, answer = row["messages"]
         if before is not None and before != answer:
-            yield place, {"prompt": asked, "chosen": [answer], "rejected": [before]}
+            yield location, {"prompt": asked, "chosen": [answer], "rejected": [before]}
         before = answer
 
 
@@ -55,7 +55,7 @@ def _describe(
         return None
     summary = " ".join(text.split("\n\n")[0].split())
     doc = node.body[0]
-    kept = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-    code = textwrap.dedent("\n".join(kept))
+    code_lines = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
+    code = textwrap.dedent("\n".join(code_lines))
     is_short = len(code) <= MOST_CODE and len(summary) in SUMMARY
     return (code, summary) if is_short and doc.lineno > node.lineno else None

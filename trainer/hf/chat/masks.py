@@ -11,9 +11,9 @@ from tokenizers import Encoding
 from trainer.hf.chat.flaws import Flaw
 from trainer.hf.chat.forms import Chat, Example, PlainText
 from trainer.hf.chat.sealed import SealedTokenizer
-from trainer.hf.chat.template import PARTS, ChatTemplate, Span
+from trainer.hf.chat.template import PARTS_OF_CHATS, ChatTemplate, Span
 
-MARK = "put {% generation %} into the template, or set task.options.learn=all"
+MARK_ADVICE = "put {% generation %} into the template, or set task.options.learn=all"
 
 # Facts of rows, which are named at the start after their number.
 UNSTABLE = "the template renders an answer otherwise once other messages follow"
@@ -25,9 +25,9 @@ SPECIAL = "special tokens in the content, which are plain text here"
 CUT = "longer than task.options.context, so cut"
 CUT_ANSWER = "an answer loses its end by that, and its stop token"
 ALTERED = "the template leaves out parts of an answer, or renders it otherwise"
-LEFT_OUT = "the template leaves out {}"
+PART_LEFT_OUT = "the template leaves out {}"
 OF_TEXT = (UNLEARNED, NO_STOP, BLANK, UNSTABLE, ALTERED, UNEVEN, SPECIAL, CUT, CUT_ANSWER)
-NAMED = (*OF_TEXT, *map(LEFT_OUT.format, PARTS))
+NAMED = (*OF_TEXT, *map(PART_LEFT_OUT.format, PARTS_OF_CHATS))
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Masked:
 class Masks:
     """Makes tokens and masks of examples, of at most `context` tokens."""
 
-    def __init__(self, tokenizer: Any, context: int, learn: str, given: str):
-        """`learn`: "assistant" or "all". `given`: the setting of the tokenizer, for errors."""
-        self._sealed = SealedTokenizer(tokenizer, given)
-        self.template = ChatTemplate(tokenizer, self._sealed, given)
+    def __init__(self, tokenizer: Any, context: int, learn: str, setting: str):
+        """`learn`: "assistant" or "all". `setting`: the setting of the tokenizer, for errors."""
+        self._sealed = SealedTokenizer(tokenizer, setting)
+        self.template = ChatTemplate(tokenizer, self._sealed, setting)
         self._context = context
         self._learns_all = learn == "all"
 
@@ -83,7 +83,9 @@ class Masks:
         (messages, options), has_special = self._sealed.shield([example.messages, example.options])
         sealed, spans = self.template.render(messages, options)
         facts = {SPECIAL} if has_special else set()
-        facts |= {LEFT_OUT.format(each) for each in self.template.find_left_out(messages, options)}
+        facts |= {
+            PART_LEFT_OUT.format(each) for each in self.template.find_left_out(messages, options)
+        }
         if self._learns_all:
             return AnswerPlan(sealed, None, [], facts)
         by = self._by_marks if self.template.marks_answers(options) else self._by_prefixes
@@ -102,9 +104,9 @@ class Masks:
         Without what precedes them when the model answers, which some templates mark too.
         """
         begins: list[int] = []
-        for number, message in enumerate(messages) if first or self.template.marks_headers else ():
-            if number >= first and message["role"] == "assistant":
-                both = (self.template.render(messages[:number], options, o) for o in (True, False))
+        for turn, message in enumerate(messages) if first or self.template.marks_headers else ():
+            if turn >= first and message["role"] == "assistant":
+                both = (self.template.render(messages[:turn], options, o) for o in (True, False))
                 begins += islice((len(text) for text, _ in both if sealed.startswith(text)), 1)
         if first:
             spans = [span for span in spans if begins and span[1] > begins[0]]
@@ -123,14 +125,16 @@ class Masks:
         """Return what rendering adds for each answer, up to its stop token."""
         answers = []
         befores = []
-        for number in range(first, len(messages)):
-            if messages[number]["role"] != "assistant":
+        for turn in range(first, len(messages)):
+            if messages[turn]["role"] != "assistant":
                 continue
-            before = self.template.before_answer(messages[:number], options, sealed)
+            before = self.template.before_answer(messages[:turn], options, sealed)
             if not sealed.startswith(before):
-                raise Flaw("of which the template renders the first messages otherwise alone", MARK)
-            is_last = number + 1 == len(messages)
-            after = sealed if is_last else self.template.render(messages[: number + 1], options)[0]
+                raise Flaw(
+                    "of which the template renders the first messages otherwise alone", MARK_ADVICE
+                )
+            is_last = turn + 1 == len(messages)
+            after = sealed if is_last else self.template.render(messages[: turn + 1], options)[0]
             start = len(before)
             if sealed.startswith(after):
                 end = self._sealed.last_mark(sealed[start : len(after)])
@@ -139,10 +143,12 @@ class Masks:
                     end = len(after) - start
             else:
                 facts.add(UNSTABLE)
-                found = self.template.find_end(messages, options, number, sealed, start)
-                if found is None:
-                    raise Flaw("of which the template renders an answer otherwise later", MARK)
-                end = found - start
+                answer_end = self.template.find_end(messages, options, turn, sealed, start)
+                if answer_end is None:
+                    raise Flaw(
+                        "of which the template renders an answer otherwise later", MARK_ADVICE
+                    )
+                end = answer_end - start
             answers.append((start, start + end))
             if self._sealed.is_blank(sealed[start : start + end]):
                 facts.add(BLANK)
@@ -154,15 +160,15 @@ class Masks:
         befores = dict.fromkeys(before for plan in plans for before in plan.befores)
         encodings = self._sealed.encode([*(plan.sealed for plan in plans), *befores])
         of_befores = dict(zip(befores, encodings[len(plans) :], strict=True))
-        made: list[Masked | Flaw] = []
+        masked: list[Masked | Flaw] = []
         for plan, encoding in zip(plans, encodings, strict=False):
             needed = [encoding, *(of_befores[before] for before in plan.befores)]
             try:
                 whole, *parts = map(_encoding_of, needed)
-                made.append(self._mask(plan, whole, [part.ids for part in parts]))
+                masked.append(self._mask(plan, whole, [part.ids for part in parts]))
             except Flaw as flaw:
-                made.append(flaw)
-        return made
+                masked.append(flaw)
+        return masked
 
     def _mask(self, plan: AnswerPlan, encoding: Encoding, befores: list[list[int]]) -> Masked:
         ids = encoding.ids
@@ -172,10 +178,10 @@ class Masks:
         facts = set(plan.facts)
         if plan.answers is not None:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            for number, (begin, end) in enumerate(plan.answers):
+            for index, (begin, end) in enumerate(plan.answers):
                 first = int(np.searchsorted(offsets[:, 1], begin, side="right"))
                 last = int(np.searchsorted(offsets[:, 0], end, side="left"))
-                if befores and befores[number] != ids[first - len(befores[number]) : first]:
+                if befores and befores[index] != ids[first - len(befores[index]) : first]:
                     if plan.parts is not None:  # the prompt is read alone when the model answers
                         return self._of_parts(plan)
                     facts.add(UNEVEN)
@@ -209,8 +215,8 @@ class Masks:
         return Masked(tokens[: self._context], learned[: self._context], frozenset(facts))
 
 
-def _encoding_of(made: Encoding | Flaw) -> Encoding:
+def _encoding_of(encoding: Encoding | Flaw) -> Encoding:
     """Return an encoding. Raises Flaw if there is none."""
-    if isinstance(made, Flaw):
-        raise made
-    return made
+    if isinstance(encoding, Flaw):
+        raise encoding
+    return encoding

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.core.errors import one_line
 from trainer.hf.chat.flaws import Flaw, too_long
-from trainer.hf.chat.forms import COLUMNS
+from trainer.hf.chat.forms import COLUMNS_OF_CHATS
 from trainer.shards.formats.parquet import import_pyarrow, open_parquet
 from trainer.shards.sources import open_file
 
@@ -29,22 +29,22 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, int, dict[str, An
 def _read(stream: Any, path: Path, most: int) -> Iterator[tuple[str, int, dict[str, Any] | Flaw]]:
     pyarrow = import_pyarrow()
     try:
-        file = open_parquet(stream, COLUMNS)
+        file = open_parquet(stream, COLUMNS_OF_CHATS)
         counts = Counter(file.schema_arrow.names)
-        used = [name for name in COLUMNS if counts[name]]
+        used = [name for name in COLUMNS_OF_CHATS if counts[name]]
         if twice := [name for name in used if counts[name] > 1]:
             raise OSError(f"it has {counts[twice[0]]} columns named {twice[0]}")
         others = dict.fromkeys(counts - Counter(used), "not read")  # an error names them
-        number = 0
+        row_number = 0
         # a batch of two row groups could have two dictionaries, which pyarrow cannot join
         groups = range(file.metadata.num_row_groups)
         batches = (file.iter_batches(BATCH, row_groups=[each], columns=used) for each in groups)
         for batch in chain.from_iterable(batches):
             sizes = sum(map(sizes_of, batch.columns), np.zeros(len(batch), np.int64))
             for row, size in enumerate(sizes.tolist()):
-                number += 1
+                row_number += 1
                 values = too_long(most) if size > most else _take(batch, row, others)
-                yield f"{path} row {number}", size, values
+                yield f"{path} row {row_number}", size, values
     except (pyarrow.ArrowException, ValueError) as error:
         raise OSError(one_line(error)) from None
 
@@ -87,13 +87,13 @@ def without_nulls(value: Any) -> Any:
 
 
 def _take(batch: Any, row: int, others: dict[str, str]) -> dict[str, Any] | Flaw:
-    found = {}
+    columns = {}
     for name in batch.schema.names:
         try:
-            found[name] = without_nulls(batch.column(name)[row].as_py())
+            columns[name] = without_nulls(batch.column(name)[row].as_py())
         except UnicodeDecodeError:
             return Flaw("not in UTF-8", "convert the file to UTF-8")
         except (ValueError, OverflowError) as error:  # of Arrow too
             problem = f"whose column {name} cannot be converted ({one_line(error)})"
             return Flaw(problem, "must be strings, lists and structs; write the column again")
-    return others | found
+    return others | columns

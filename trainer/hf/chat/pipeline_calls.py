@@ -8,7 +8,7 @@ import torch
 from trainer.hf.chat.flaws import Flaw
 from trainer.hf.chat.sealed import SealedTokenizer
 from trainer.hf.chat.template import ChatTemplate
-from trainer.hf.loading import KEY
+from trainer.hf.loading import MODEL_KEY
 from trainer.hf.pipelines import GENERATION, PipelineCall
 
 PROMPT = "Hi"  # short, for models with few positions
@@ -19,8 +19,8 @@ def call_pipeline(tokenizer: Any, stop: int | None) -> list[PipelineCall]:
 
     `stop` is the token that ends an answer in the data.
     """
-    sealed = SealedTokenizer(tokenizer, KEY)
-    template = ChatTemplate(tokenizer, sealed, KEY)
+    sealed = SealedTokenizer(tokenizer, MODEL_KEY)
+    template = ChatTemplate(tokenizer, sealed, MODEL_KEY)
     argument: Any = PROMPT
     if not template.text or template.stop != stop:
         tokens = [*sealed.head, *_encoded(sealed, PROMPT)]

@@ -23,12 +23,12 @@ from trainer.hf.library import read_library
 from trainer.hf.repository import look_at
 from trainer.shards.sources import open_file
 
-MOST_BYTES = 2**21  # of a row: while tokens are made, up to 250 bytes are needed for a character
-FREE_BYTES = 2**30  # that files may have when they are unpacked; beyond, MOST_RATIO of their size
-MOST_RATIO = 200
+MOST_BYTES_OF_A_ROW = 2**21  # while tokens are made, up to 250 bytes are needed for a character
+FREE_UNPACKED_BYTES = 2**30  # that a file may have; beyond, MOST_UNPACKED_RATIO of its size
+MOST_UNPACKED_RATIO = 200
 BYTES_OF_A_ROW = 64  # beside its content
-MOST_NAMES = 100_000  # that a folder or a glob has
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+MOST_FOUND = 100_000  # names that a folder or a glob has
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 INDEXES = ("lockstep.index", "index.json")  # of a folder of shards
 UNREADABLE = (OSError, EOFError, zlib.error)
 
@@ -46,8 +46,8 @@ class RowSource:
     empty: int = 0  # files without a byte
 
 
-def open_source(data: str | None, given: str, files: int, is_verified: bool) -> RowSource:
-    """Find the rows of `data`. Raises ConfigError, which begins with `given`.
+def open_source(data: str | None, setting: str, files: int, is_verified: bool) -> RowSource:
+    """Find the rows of `data`. Raises ConfigError, which begins with `setting`.
 
     `is_verified`: files are read for their digest, even if the cache has it for their times.
 
@@ -59,107 +59,111 @@ def open_source(data: str | None, given: str, files: int, is_verified: bool) -> 
         name = f"functions in {len(texts)} files of Python's standard library"
         return RowSource(name, digest, lambda: iter(describe_functions(texts)))
     path = Path(data)
-    if "://" in data or any(look_at(path / name, given) is not None for name in INDEXES):
+    if "://" in data or any(look_at(path / name, setting) is not None for name in INDEXES):
         shards = ShardedDataset(data)
         return RowSource(shards.source, shards.digest, lambda: _read_shards(shards, data))
-    paths = _find_files(data, given)
+    paths = _find_files(data, setting)
     name = data if len(paths) == 1 else f"{len(paths):,} files of {data}"
     try:
         digest = digest_files(paths, is_verified)
     except OSError as error:
-        raise _unreadable(given, Path(error.filename or paths[0]), error) from None
+        raise _unreadable(setting, Path(error.filename or paths[0]), error) from None
     empty = sum(not each.stat().st_size for each in paths)
-    return RowSource(name, digest, lambda: _read_files(paths, given), empty)
+    return RowSource(name, digest, lambda: _read_files(paths, setting), empty)
 
 
-def _find_files(data: str, given: str) -> list[Path]:
-    must = f"must be a file, folder or glob of {', '.join(SUFFIXES)}"
+def _find_files(data: str, setting: str) -> list[Path]:
+    must = f"must be a file, folder or glob of {', '.join(DATA_SUFFIXES)}"
     path = Path(data)
-    mode = look_at(path, given)
+    mode = look_at(path, setting)
     if not data.strip():
-        raise ConfigError(f"{given}: must be a file, a folder or a glob; null is the default data")
+        raise ConfigError(
+            f"{setting}: must be a file, a folder or a glob; null is the default data"
+        )
     if mode is not None and not stat.S_ISDIR(mode):
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"{given}: is a pipe or a device; {must}")
-        if not data.endswith(SUFFIXES):
-            raise ConfigError(f"{given}: must end with {', '.join(SUFFIXES)}; rename or convert it")
+            raise ConfigError(f"{setting}: is a pipe or a device; {must}")
+        if not data.endswith(DATA_SUFFIXES):
+            raise ConfigError(
+                f"{setting}: must end with {', '.join(DATA_SUFFIXES)}; rename or convert it"
+            )
         return [path]
 
     def find(tell: Tell) -> list[str]:
         if mode is not None:
-            return _list_fitting(map(str, path.rglob("*")), given, tell)
-        return _list_fitting(glob.iglob(data, recursive=True), given, tell)  # noqa: PTH207
+            return _list_fitting(map(str, path.rglob("*")), setting, tell)
+        return _list_fitting(glob.iglob(data, recursive=True), setting, tell)  # noqa: PTH207
 
     advice = "give a narrower glob"
-    names = run_apart(find, "looking for its files", "names", given, advice)
+    names = run_apart(find, "looking for its files", "names", setting, advice)
     if not names:
         near = did_you_mean(path.name, siblings(data))
         problem = "has no such files" if mode is not None else f"does not exist{near}"
-        raise ConfigError(f"{given}: {problem}; {must}, or a folder of shards")
+        raise ConfigError(f"{setting}: {problem}; {must}, or a folder of shards")
     return sorted(map(Path, names), key=Path.as_posix)
 
 
-def _list_fitting(walk: Iterable[str], given: str, tell: Tell) -> list[str]:
+def _list_fitting(walk: Iterable[str], setting: str, tell: Tell) -> list[str]:
     """Return the names that end as data do. Raises ConfigError for a pipe, and for too many."""
     names = []
-    for number, name in enumerate(walk):
+    for count, name in enumerate(walk):
         tell(name)
-        if number == MOST_NAMES:
-            raise ConfigError(f"""{given}: has more than {MOST_NAMES:,} names; give a folder or a
+        if count == MOST_FOUND:
+            raise ConfigError(f"""{setting}: has more than {MOST_FOUND:,} names; give a folder or a
                 glob of fewer""")
-        mode = look_at(name, f"{given}: {name}") if name.endswith(SUFFIXES) else None
+        mode = look_at(name, f"{setting}: {name}") if name.endswith(DATA_SUFFIXES) else None
         if mode is None or stat.S_ISDIR(mode):
             continue
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"{given}: {visible(name)} is a pipe or a device; remove it")
+            raise ConfigError(f"{setting}: {visible(name)} is a pipe or a device; remove it")
         names.append(name)
     return names
 
 
-def _unreadable(given: str, path: Path, error: Exception) -> ConfigError:
+def _unreadable(setting: str, path: Path, error: Exception) -> ConfigError:
     reason = visible(one_line(error)) or type(error).__name__
-    return ConfigError(f"{given}: {path} cannot be read ({reason}); write the file again")
+    return ConfigError(f"{setting}: {path} cannot be read ({reason}); write the file again")
 
 
-def _read_files(paths: Iterable[Path], given: str) -> Found:
+def _read_files(paths: Iterable[Path], setting: str) -> Found:
     for path in paths:
         is_parquet = path.name.endswith(".parquet")
-        rows = read_parquet(path, MOST_BYTES) if is_parquet else _read_lines(path)
-        left = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
+        rows = read_parquet(path, MOST_BYTES_OF_A_ROW) if is_parquet else _read_lines(path)
+        left = max(FREE_UNPACKED_BYTES, MOST_UNPACKED_RATIO * path.stat().st_size)
         try:
-            for place, size, values in rows:
+            for location, size, values in rows:
                 left -= size + BYTES_OF_A_ROW
                 if left < 0:
-                    raise OSError(f"it unpacks to more than {MOST_RATIO:,} times its size")
+                    raise OSError(f"it unpacks to more than {MOST_UNPACKED_RATIO:,} times its size")
                 if values is not None:
-                    yield place, values
+                    yield location, values
         except UNREADABLE as error:
-            raise _unreadable(given, path, error) from None
+            raise _unreadable(setting, path, error) from None
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any] | Flaw | None]]:
     """Yield place, bytes and values of JSON lines, None for what is no row.
 
-    No more than MOST_BYTES of a line are ever in memory.
+    No more than MOST_BYTES_OF_A_ROW of a line are ever in memory.
     """
     with ExitStack() as stack:
         file: Any = stack.enter_context(open_file(path))
         if path.name.endswith(".gz"):
             file = stack.enter_context(gzip.GzipFile(fileobj=file))
-        number = 0
-        while line := file.readline(MOST_BYTES + 1):
-            number += 1
-            place = f"{path}:{number}"
-            if len(line) > MOST_BYTES:
+        line_number = 0
+        while line := file.readline(MOST_BYTES_OF_A_ROW + 1):
+            line_number += 1
+            location = f"{path}:{line_number}"
+            if len(line) > MOST_BYTES_OF_A_ROW:
                 while line and not line.endswith(b"\n"):
-                    line = file.readline(MOST_BYTES)
-                    yield place, len(line), None
-                yield place, 0, too_long(MOST_BYTES)
+                    line = file.readline(MOST_BYTES_OF_A_ROW)
+                    yield location, len(line), None
+                yield location, 0, too_long(MOST_BYTES_OF_A_ROW)
             elif line.strip():
-                values = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                yield place, len(line), values
+                values = _parse(line.removeprefix(b"\xef\xbb\xbf") if line_number == 1 else line)
+                yield location, len(line), values
             else:
-                yield place, len(line), None
+                yield location, len(line), None
 
 
 def _parse(line: bytes) -> dict[str, Any] | Flaw:

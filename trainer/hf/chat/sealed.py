@@ -25,10 +25,10 @@ class SealedTokenizer:
     into a template, so that whatever it does to a text of others makes none.
     """
 
-    def __init__(self, tokenizer: Any, given: str):
+    def __init__(self, tokenizer: Any, setting: str):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ConfigError(f"""{given}: its tokenizer, a {type(tokenizer).__name__},
+            raise ConfigError(f"""{setting}: its tokenizer, a {type(tokenizer).__name__},
                 is written in Python; must be a fast one, with a tokenizer.json""")
         form = json.loads(backend.to_str())
         names = [added["content"] for added in form["added_tokens"] if added["special"]]
@@ -53,8 +53,8 @@ class SealedTokenizer:
     def shield(self, value: Any) -> tuple[Any, bool]:
         """Return a value whose strings have no special tokens, and whether one had."""
         if isinstance(value, str):
-            found = self._special.sub(lambda match: self._shields[match[0]], value)
-            return found, found != value
+            shielded = self._special.sub(lambda match: self._shields[match[0]], value)
+            return shielded, shielded != value
         if isinstance(value, dict):
             pairs = [(self.shield(k), self.shield(v)) for k, v in value.items()]
             has = any(k[1] or v[1] for k, v in pairs)
@@ -112,8 +112,8 @@ class SealedTokenizer:
 
     def check_control(self, tokens: list[int], sealed: str) -> None:
         """Raise Flaw unless the control tokens are those of the marks."""
-        found = [token for token in tokens if token in self._control]
-        if found != [token for token in self.marks(sealed) if token in self._control]:
+        control_tokens = [token for token in tokens if token in self._control]
+        if control_tokens != [token for token in self.marks(sealed) if token in self._control]:
             raise Flaw("whose text becomes control tokens", "take a model with another tokenizer")
 
     def end_of(self, sealed: str) -> str:
@@ -132,13 +132,15 @@ class SealedTokenizer:
         ends = [match.end() for match in self._mark.finditer(sealed)]
         return ends[-1] if ends and not sealed[ends[-1] :].strip() else None
 
-    def find_end(self, sealed: str, start: int, place: int | None, token: int | None) -> int | None:
+    def find_end(
+        self, sealed: str, start: int, content_end: int | None, token: int | None
+    ) -> int | None:
         """Return the place after the first mark of a token from `start` on, else after the first
-        mark of any from `place` on."""
+        mark of any from `content_end` on."""
         marks = [*self._mark.finditer(sealed, start)]
-        found = [m.end() for m in marks if self._of_mark[int(m[1])] == token]
-        found += [m.end() for m in marks if place is not None and m.start() >= place]
-        return found[0] if found else None
+        ends = [m.end() for m in marks if self._of_mark[int(m[1])] == token]
+        ends += [m.end() for m in marks if content_end is not None and m.start() >= content_end]
+        return ends[0] if ends else None
 
 
 @contextmanager
@@ -160,7 +162,7 @@ def _rename(form: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
     model = form["model"]
     words = model["vocab"]
     if isinstance(words, dict):
-        model["vocab"] = {marks.get(word, word): number for word, number in words.items()}
+        model["vocab"] = {marks.get(word, word): token for word, token in words.items()}
     else:  # of a Unigram model, with scores
         model["vocab"] = [[marks.get(word, word), score] for word, score in words]
     if "merges" in model:  # a pair is a list, or in old files a text

@@ -16,8 +16,8 @@ from trainer.core.errors import describe, shortened
 from trainer.hf.chat.flaws import Flaw
 from trainer.hf.chat.sealed import SealedTokenizer
 
-FORMAT = 4  # of tokens and masks: another one makes them again
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TOKENS_FORMAT = 4  # of tokens and masks: another one makes them again
+GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that ask for the date get one day, else the tokens of a chat would change every day.
 # Values of a call must be plain, so it is a macro, which replaces what strftime would.
 DIRECTIVES = ("-d", "-m", "-H", "-I", *"aAbBcdeDFHIjmMpSTuUwWxXyYZ")
@@ -27,20 +27,23 @@ ONE_DAY = "{% macro strftime_now(format='%d %b %Y') %}{{ format" + "".join(
 ONE_DAY += " }}{% endmacro %}"
 # digits: no filter of a template changes their case
 ASKED, ANSWERED, SHOWN = "7305918264", "8264017395", "1593570286"
-PROBE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
+PROBE_CHAT = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
 MOST_RENDERED = 2**24  # characters: a row has at most an eighth of them in bytes
-MOST_SHOWN = 120  # characters of what a template raises
+MOST_SHOWN_OF_AN_ERROR = 120  # characters of what a template raises
 _FUNCTION = {"name": SHOWN, "description": "", "parameters": {"type": "object", "properties": {}}}
 _CALL = {"type": "function", "function": {"name": SHOWN, "arguments": {}}}
-_CALLING: dict[str, Any] = {**PROBE[1], "tool_calls": [_CALL]}
+_CALLING: dict[str, Any] = {**PROBE_CHAT[1], "tool_calls": [_CALL]}
 # what a row may have beside contents: a chat that has it, and options
-PARTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "tools": (PROBE, {"tools": [{"type": "function", "function": _FUNCTION}]}),
-    "messages of system": ([{"role": "system", "content": SHOWN}, *PROBE], {}),
-    "messages of developer": ([{"role": "developer", "content": SHOWN}, *PROBE], {}),
-    "messages of tool": ([PROBE[0], _CALLING, {"role": "tool", "content": SHOWN}, PROBE[1]], {}),
-    "reasoning_content": ([PROBE[0], PROBE[1] | {"reasoning_content": SHOWN}], {}),
-    "tool_calls": ([PROBE[0], _CALLING], {}),
+PARTS_OF_CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "tools": (PROBE_CHAT, {"tools": [{"type": "function", "function": _FUNCTION}]}),
+    "messages of system": ([{"role": "system", "content": SHOWN}, *PROBE_CHAT], {}),
+    "messages of developer": ([{"role": "developer", "content": SHOWN}, *PROBE_CHAT], {}),
+    "messages of tool": (
+        [PROBE_CHAT[0], _CALLING, {"role": "tool", "content": SHOWN}, PROBE_CHAT[1]],
+        {},
+    ),
+    "reasoning_content": ([PROBE_CHAT[0], PROBE_CHAT[1] | {"reasoning_content": SHOWN}], {}),
+    "tool_calls": ([PROBE_CHAT[0], _CALLING], {}),
 }
 
 Span = tuple[int, int]
@@ -49,9 +52,9 @@ Span = tuple[int, int]
 class ChatTemplate:
     """The chat template of a tokenizer, which renders chats as sealed texts."""
 
-    def __init__(self, tokenizer: Any, sealed: SealedTokenizer, given: str):
+    def __init__(self, tokenizer: Any, sealed: SealedTokenizer, setting: str):
         self._sealed = sealed
-        self._given = given
+        self._given = setting
         self.text = find_template(tokenizer)
         self._absent = "no chat template"
         if isinstance(named := tokenizer.chat_template, dict) and named:
@@ -60,7 +63,7 @@ class ChatTemplate:
         both = (self.text, find_template(tokenizer, [_FUNCTION]))
         # of chats without and with tools
         self._texts = [sealed.seal_source(text or "") for text in both]
-        self._are_marked = [bool(GENERATION.search(text)) for text in self._texts]
+        self._are_marked = [bool(GENERATION_MARK.search(text)) for text in self._texts]
         variables = tokenizer.special_tokens_map
         self._variables = {name: sealed.mark(each) for name, each in variables.items()}
         self.takes_parts = False
@@ -68,9 +71,9 @@ class ChatTemplate:
         if self.text:
             self._find_form_of_content()
         self.stop = self._find_stop()
-        opened = self._probe(PROBE[:1], opens=True)
-        self._opens = opened != self._probe(PROBE[:1])
-        spans = self.render(PROBE, {})[1] if self._probe(PROBE) else []
+        opened = self._probe(PROBE_CHAT[:1], opens=True)
+        self._opens = opened != self._probe(PROBE_CHAT[:1])
+        spans = self.render(PROBE_CHAT, {})[1] if self._probe(PROBE_CHAT) else []
         self.marks_headers = bool(spans) and spans[0][0] < len(opened)
         self._left_out: dict[str, bool] = {}
 
@@ -78,14 +81,14 @@ class ChatTemplate:
         return self._are_marked[bool(options.get("tools"))]
 
     def find_left_out(self, messages: Any, options: Any) -> list[str]:
-        """Return which PARTS of a chat the template leaves out, as it does of a chat of digits."""
-        found = {key for each in messages for key, value in each.items() if value} | {*options}
-        found |= {f"messages of {each['role']}" for each in messages}
-        for name in PARTS.keys() & found - self._left_out.keys():
-            messages, given = PARTS[name]
-            shown = self._probe(messages, options=given)
+        """Return which PARTS_OF_CHATS the template leaves out, as it does of a chat of digits."""
+        parts = {key for each in messages for key, value in each.items() if value} | {*options}
+        parts |= {f"messages of {each['role']}" for each in messages}
+        for name in PARTS_OF_CHATS.keys() & parts - self._left_out.keys():
+            messages, probe_options = PARTS_OF_CHATS[name]
+            shown = self._probe(messages, options=probe_options)
             self._left_out[name] = bool(shown) and SHOWN not in shown
-        return [name for name in PARTS if name in found and self._left_out[name]]
+        return [name for name in PARTS_OF_CHATS if name in parts and self._left_out[name]]
 
     def render(self, messages: Any, options: Any, opens: bool = False) -> tuple[str, list[Span]]:
         """Return the sealed text of messages, and its spans of `{% generation %}`.
@@ -119,22 +122,22 @@ class ChatTemplate:
         if self.takes_parts:
             messages = [each | {"content": _parts(each["content"])} for each in messages]
         try:
-            made: Any = render_jinja_template(
+            rendering: Any = render_jinja_template(
                 [messages],
                 chat_template=ONE_DAY * ("strftime_now" in text) + text,
                 add_generation_prompt=opens,
                 return_assistant_tokens_mask=self.marks_answers(options),
                 **(self._variables | options),
             )
-            (rendered,), spans = made
+            (rendered,), spans = rendering
         except Exception as error:  # a template is a program
-            problem = shortened(describe(error), MOST_SHOWN)
+            problem = shortened(describe(error), MOST_SHOWN_OF_AN_ERROR)
             advice = "mend or remove it, or take a model with another template"
             raise Flaw(f"that the chat template refuses ({problem})", advice) from None
         if len(rendered) > MOST_RENDERED:
             problem = f"of which the chat template makes more than {MOST_RENDERED:,} characters"
             raise Flaw(problem, "remove it, or take a model with another template")
-        return rendered, [place for span in (spans or [[]])[0] for place in span]
+        return rendered, [bound for span in (spans or [[]])[0] for bound in span]
 
     def before_answer(self, messages: Any, options: Any, sealed: str) -> str:
         """Return the sealed text before the next answer of a whole chat. Raises Flaw.
@@ -152,19 +155,19 @@ class ChatTemplate:
         return longer if is_header and sealed.startswith(longer) else before
 
     def find_end(
-        self, messages: Any, options: Any, number: int, sealed: str, start: int
+        self, messages: Any, options: Any, turn: int, sealed: str, start: int
     ) -> int | None:
-        """Return where answer `number`, which begins at `start`, ends in a whole chat.
+        """Return where message `turn`, an answer that begins at `start`, ends in a whole chat.
 
         It is the stop token, or the one that follows its content there instead; None if neither
         comes before the next message.
         """
         other = [*messages]
-        other[number + 1] = other[number + 1] | {"content": ASKED}
+        other[turn + 1] = other[turn + 1] | {"content": ASKED}
         most = count_common(sealed, self.render(other, options)[0])
-        content = self._sealed.seal(messages[number]["content"]).strip()
-        place = sealed.find(content, start, most) if content else -1
-        end = place + len(content) if place >= 0 else None
+        content = self._sealed.seal(messages[turn]["content"]).strip()
+        content_start = sealed.find(content, start, most) if content else -1
+        end = content_start + len(content) if content_start >= 0 else None
         return self._sealed.find_end(sealed[:most], start, end, self.stop)
 
     def _probe(self, messages: Any, opens: bool = False, options: Any = None) -> str:
@@ -176,17 +179,17 @@ class ChatTemplate:
 
     def _find_form_of_content(self) -> None:
         """Find whether the template takes a content as text, or only as a list of parts."""
-        shown = self._probe(PROBE)
+        shown = self._probe(PROBE_CHAT)
         if ASKED not in shown:
             self.takes_parts = True
-            self.takes_parts = ASKED in self._probe(PROBE)
+            self.takes_parts = ASKED in self._probe(PROBE_CHAT)
             self._drops_users = bool(shown) and not self.takes_parts
 
     def _find_stop(self) -> int | None:
         """Return the special token after an answer, if there is one."""
-        shown = self._probe(PROBE) or self._probe(PARTS["messages of system"][0])
-        _, found, rest = shown.rpartition(ANSWERED)
-        after = self._sealed.marks(rest) if found else []
+        shown = self._probe(PROBE_CHAT) or self._probe(PARTS_OF_CHATS["messages of system"][0])
+        _, answer, rest = shown.rpartition(ANSWERED)
+        after = self._sealed.marks(rest) if answer else []
         return after[0] if after else None
 
 
@@ -227,7 +230,7 @@ def find_template(tokenizer: Any, tools: Any = None) -> str | None:
 def make_recipe(tokenizer: Any, context: int, learn: str, kind: str) -> str:
     """Return a digest of all that makes tokens of rows."""
     parts = [
-        FORMAT,
+        TOKENS_FORMAT,
         kind,
         context,
         learn,

@@ -25,18 +25,18 @@ from trainer.shards.cache import default_folder
 
 # name of each file and the type of its values: tokens of all sequences after each other, which of
 # them are learned, where each sequence ends, and a hash of the content of each row
-FILES = {"tokens": np.int32, "learned": np.bool_, "ends": np.int64, "hashes": np.uint64}
-FACTS = "facts.json"
+STORE_FILES = {"tokens": np.int32, "learned": np.bool_, "ends": np.int64, "hashes": np.uint64}
+STORE_FACTS = "facts.json"
 LOCK = ".lock"  # of the folder of stores
-BLOCK = 2**20
+DIGEST_BLOCK_BYTES = 2**20
 MOST_FLAWED = 100_000  # rows that cannot be used, after which no more are read
-MOST_ROWS = 1000  # that are encoded together
+MOST_ROWS_OF_A_BATCH = 1000  # that are encoded together
 MOST_CHARACTERS = 2**21
-LEFT_OUT = "left out: task.options.context ends before the answer begins"
-EQUAL = "left out: task.options.context ends before its answers differ"
-ALIKE = "left out: the template renders both of its answers alike"
-KNOWN = (*NAMED, LEFT_OUT, EQUAL, ALIKE)
-ADVICE = "set LOCKSTEP_CACHE to a folder with room"
+CUT_BEFORE_ANSWER = "left out: task.options.context ends before the answer begins"
+EQUAL_ANSWERS = "left out: task.options.context ends before its answers differ"
+ALIKE_ANSWERS = "left out: the template renders both of its answers alike"
+NAMED_FACTS = (*NAMED, CUT_BEFORE_ANSWER, EQUAL_ANSWERS, ALIKE_ANSWERS)
+CACHE_ADVICE = "set LOCKSTEP_CACHE to a folder with room"
 
 Read = Callable[[Mapping[str, Any]], tuple[str, list[Example]]]
 
@@ -68,7 +68,7 @@ class TokenStore:
 
     def _map(self, name: str) -> np.ndarray:
         if name not in self._maps:
-            self._maps[name] = np.memmap(self.folder / name, FILES[name], "r")
+            self._maps[name] = np.memmap(self.folder / name, STORE_FILES[name], "r")
         return self._maps[name]
 
 
@@ -77,7 +77,7 @@ def open_store(
     recipe: str,
     read: Read,
     make_masks: Callable[[], Masks],
-    given: str,
+    setting: str,
     is_verified: bool,
 ) -> TokenStore:
     """Return the store of a source, which is made first if it is not there, or damaged."""
@@ -86,12 +86,12 @@ def open_store(
     facts = _load(folder, is_verified)
     if facts is None:
         try:
-            _make(folder, lambda scratch: _fill(scratch, source, read, make_masks, given))
+            _make(folder, lambda scratch: _fill(scratch, source, read, make_masks, setting))
         except OSError as error:
             raise _unwritable(folder, error) from None
         facts = _load(folder, False)
         if facts is None:
-            raise RunError(f"{folder}: is changed by another process; {ADVICE}")
+            raise RunError(f"{folder}: is changed by another process; {CACHE_ADVICE}")
     return TokenStore(folder, facts)
 
 
@@ -100,7 +100,7 @@ def _fill(
     source: RowSource,
     read: Read,
     make_masks: Callable[[], Masks],
-    given: str,
+    setting: str,
 ) -> dict[str, Any]:
     """Write the files of a store and return facts about them.
 
@@ -112,24 +112,24 @@ def _fill(
         tell("the chat template of the model")
         with ExitStack() as stack:
             try:
-                opened = [stack.enter_context(open(scratch / name, "wb")) for name in FILES]
-                files: dict[str, BinaryIO] = dict(zip(FILES, opened, strict=True))
-                return _Writer(files, make_masks(), tell).write(source, read, given)
+                opened = [stack.enter_context(open(scratch / name, "wb")) for name in STORE_FILES]
+                files: dict[str, BinaryIO] = dict(zip(STORE_FILES, opened, strict=True))
+                return _Writer(files, make_masks(), tell).write(source, read, setting)
             except OSError as error:
                 raise _unwritable(scratch, error) from None
 
-    return dict(run_apart(work, f"making tokens of {source.name}", "rows", given))
+    return dict(run_apart(work, f"making tokens of {source.name}", "rows", setting))
 
 
 def _unwritable(folder: Path, error: OSError) -> RunError:
-    return RunError(f"{folder}: cannot be written ({error.strerror}); {ADVICE}")
+    return RunError(f"{folder}: cannot be written ({error.strerror}); {CACHE_ADVICE}")
 
 
 def _load(folder: Path, is_verified: bool) -> dict[str, Any] | None:
     """Return the facts of a folder, or None if it is not there or damaged."""
     try:
-        facts = json.loads((folder / FACTS).read_text())
-        sizes = {name: (folder / name).stat().st_size for name in FILES}
+        facts = json.loads((folder / STORE_FACTS).read_text())
+        sizes = {name: (folder / name).stat().st_size for name in STORE_FILES}
         if sizes != facts["sizes"] or (is_verified and _digest(folder) != facts["digest"]):
             return None
         return dict(facts)
@@ -139,9 +139,9 @@ def _load(folder: Path, is_verified: bool) -> dict[str, Any] | None:
 
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for name in FILES:
+    for name in STORE_FILES:
         with open(folder / name, "rb") as file:
-            blocks = iter(partial(file.read, BLOCK), b"")
+            blocks = iter(partial(file.read, DIGEST_BLOCK_BYTES), b"")
             for block in watched(blocks, f"reading {folder / name}", "MiB"):
                 digest.update(block)
     return digest.hexdigest()
@@ -152,9 +152,9 @@ def _make(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _own_scratch(folder) as scratch:
         facts = fill(scratch)
-        facts["sizes"] = {name: (scratch / name).stat().st_size for name in FILES}
+        facts["sizes"] = {name: (scratch / name).stat().st_size for name in STORE_FILES}
         facts["digest"] = _digest(scratch)
-        (scratch / FACTS).write_text(json.dumps(facts))
+        (scratch / STORE_FACTS).write_text(json.dumps(facts))
         # else the slower of two that find it damaged would take the other one's away
         with _one_process(folder.parent):
             if _load(folder, True) is None:
@@ -214,71 +214,73 @@ class _Writer:
         self._size = 0  # characters of the batch
         self._stop: int | None = None
 
-    def write(self, source: RowSource, read: Read, given: str) -> dict[str, Any]:
+    def write(self, source: RowSource, read: Read, setting: str) -> dict[str, Any]:
         """Write all rows and return facts about them. Raises ConfigError."""
         forms: dict[str, str] = {}
         self._tell(source.name)
-        for place, values in source.read():
-            self._tell(place)
+        for location, values in source.read():
+            self._tell(location)
             self._sums["rows"] += 1
             try:
                 if isinstance(values, Flaw):
                     raise values
                 form, examples = read(values)
-                forms.setdefault(form, place)
-                self._add(place, examples)
+                forms.setdefault(form, location)
+                self._add(location, examples)
             except Flaw as flaw:
-                self._flaws.add(place, flaw)
+                self._flaws.add(location, flaw)
                 if self._flaws.counts.total() >= MOST_FLAWED:
                     break
         self._flush()
-        check_forms(forms, given)
-        self._flaws.refuse(given)
+        check_forms(forms, setting)
+        self._flaws.refuse(setting)
         if not self._sums["sequences"]:
             rows = self._sums["rows"]
-            why = max(LEFT_OUT, EQUAL, ALIKE, key=self._named.__getitem__)
+            why = max(CUT_BEFORE_ANSWER, EQUAL_ANSWERS, ALIKE_ANSWERS, key=self._named.__getitem__)
             problem = f"all of {rows:,} rows are {why}" if rows else "has no rows"
-            raise ConfigError(f"{given}: {problem}; must have at least 1 row")
-        named = {fact: self._named[fact] for fact in KNOWN if self._named[fact]}
+            raise ConfigError(f"{setting}: {problem}; must have at least 1 row")
+        named = {fact: self._named[fact] for fact in NAMED_FACTS if self._named[fact]}
         names = ("rows", "sequences", "tokens", "learned", "stops")
         facts = {name: self._sums[name] for name in names}
         return facts | {"named": named, "stop": self._stop, "empty_files": source.empty}
 
-    def _add(self, place: str, examples: list[Example]) -> None:
+    def _add(self, location: str, examples: list[Example]) -> None:
         plans = [self._masks.plan(example) for example in examples]
         self._stop = self._masks.stop_of(examples[0])
-        self._batch.append((place, content_hash(examples), plans))
+        self._batch.append((location, content_hash(examples), plans))
         self._size += sum(len(plan.sealed) + sum(map(len, plan.befores)) for plan in plans)
-        if len(self._batch) >= MOST_ROWS or self._size >= MOST_CHARACTERS:
+        if len(self._batch) >= MOST_ROWS_OF_A_BATCH or self._size >= MOST_CHARACTERS:
             self._flush()
 
     def _flush(self) -> None:
         if self._batch:
             self._tell(f"the rows up to {self._batch[-1][0]}")
-        made = iter(self._masks.make([plan for _, _, plans in self._batch for plan in plans]))
-        for place, number, plans in self._batch:
-            found = [next(made) for _ in plans]
-            flaw = next((each for each in found if isinstance(each, Flaw)), None)
+        sequences = iter(self._masks.make([plan for _, _, plans in self._batch for plan in plans]))
+        for location, row_hash, plans in self._batch:
+            row_sequences = [next(sequences) for _ in plans]
+            flaw = next((each for each in row_sequences if isinstance(each, Flaw)), None)
             if flaw is not None:
-                self._flaws.add(place, flaw)
+                self._flaws.add(location, flaw)
             else:
-                self._write(number, [each for each in found if isinstance(each, Masked)])
+                self._write(row_hash, [each for each in row_sequences if isinstance(each, Masked)])
         self._batch, self._size = [], 0
 
-    def _write(self, number: int, sequences: list[Masked]) -> None:
+    def _write(self, row_hash: int, sequences: list[Masked]) -> None:
         self._named.update({fact for each in sequences for fact in each.facts})
         if not all(each.learned.any() for each in sequences):
-            self._named[LEFT_OUT] += 1
+            self._named[CUT_BEFORE_ANSWER] += 1
             return
         if len({each.tokens.tobytes() for each in sequences}) < len(sequences):
-            self._named[EQUAL if any(CUT in each.facts for each in sequences) else ALIKE] += 1
+            self._named[
+                EQUAL_ANSWERS if any(CUT in each.facts for each in sequences) else ALIKE_ANSWERS
+            ] += 1
             return
         for each in sequences:
             self._sums["tokens"] += len(each.tokens)
             self._sums["learned"] += int(each.learned.sum())
             self._sums["stops"] += bool((each.tokens[each.learned] == self._stop).any())
             self._sums["sequences"] += 1
-            self._files["tokens"].write(each.tokens.astype(FILES["tokens"]).tobytes())
+            self._files["tokens"].write(each.tokens.astype(STORE_FILES["tokens"]).tobytes())
             self._files["learned"].write(each.learned.tobytes())
-            self._files["ends"].write(np.array(self._sums["tokens"], FILES["ends"]).tobytes())
-        self._files["hashes"].write(np.array(number, FILES["hashes"]).tobytes())
+            self._files["ends"].write(np.array(self._sums["tokens"], STORE_FILES["ends"]).tobytes())
+        self._files["hashes"].write(np.array(row_hash, STORE_FILES["hashes"]).tobytes())

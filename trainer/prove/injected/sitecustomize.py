@@ -37,8 +37,8 @@ def load_recorder() -> None:
 
 def load_next() -> None:
     """Run the sitecustomize that this one hides."""
-    places = [place for place in sys.path if os.path.abspath(place) != HERE]  # noqa: PTH100
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
+    entries = [entry for entry in sys.path if os.path.abspath(entry) != HERE]  # noqa: PTH100
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", entries)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -15,39 +15,41 @@ FEWEST = 4  # examples that tell an order
 FILLS = "the sampler repeats examples, so that each rank has the same number"
 
 
-def explain_examples(found: PairComparison, place: int) -> str:
+def explain_examples(comparison: PairComparison, step_index: int) -> str:
     """Return the likely reason why a step uses other examples."""
-    one = found.one.steps[place]
-    other = found.other.steps[place]
+    one = comparison.one.steps[step_index]
+    other = comparison.other.steps[step_index]
     return (
-        explain_repeated_step(found, place)
-        or explain_skipped(found, place)
-        or _explain_copies(found.other, other)
-        or _explain_copies(found.one, one)
-        or _explain_content(found, one, other)
-        or _explain_short_pass(found.other, other)
-        or _explain_short_pass(found.one, one)
-        or explain_size(found, found.one.steps[0], found.other.steps[0])
-        or _explain_pass(found)
-        or explain_size(found, one, other)
-        or _explain_draws(found)
-        or _explain_order(found)
+        explain_repeated_step(comparison, step_index)
+        or explain_skipped(comparison, step_index)
+        or _explain_copies(comparison.other, other)
+        or _explain_copies(comparison.one, one)
+        or _explain_content(comparison, one, other)
+        or _explain_short_pass(comparison.other, other)
+        or _explain_short_pass(comparison.one, one)
+        or explain_size(comparison, comparison.one.steps[0], comparison.other.steps[0])
+        or _explain_pass(comparison)
+        or explain_size(comparison, one, other)
+        or _explain_draws(comparison)
+        or _explain_order(comparison)
     )
 
 
-def explain_repeated_step(found: PairComparison, place: int) -> str:
+def explain_repeated_step(comparison: PairComparison, step_index: int) -> str:
     """Name a step that follows no backward pass, where the other command has one."""
-    counts = [history.steps[place].num_backwards for history in (found.one, found.other)]
+    counts = [
+        history.steps[step_index].num_backwards for history in (comparison.one, comparison.other)
+    ]
     if bool(counts[0]) == bool(counts[1]):
         return ""
     name = "A" if counts[1] else "B"
     return f"{name} steps its optimizer again, without a backward pass since the step before"
 
 
-def explain_skipped(found: PairComparison, place: int) -> str:
+def explain_skipped(comparison: PairComparison, step_index: int) -> str:
     """Name a rank with more backward passes in a step than in its others, and than other ranks."""
-    for history in (found.other, found.one):
-        ranks = history.steps[place].ranks
+    for history in (comparison.other, comparison.one):
+        ranks = history.steps[step_index].ranks
         for rank, step in zip(history.ranks, ranks, strict=True):
             count = len(step.losses)
             usual = sorted(len(each.losses) for each in rank.steps)[len(rank.steps) // 2]
@@ -73,10 +75,10 @@ def _explain_copies(history: CommandHistory, step: Step) -> str:
     return ""
 
 
-def _explain_content(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_content(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name random content, or another split: the dataset's indices agree."""
     if have_same_indices(one, other):
-        pairs = (_places(found.one), _places(found.other))
+        pairs = (_places(comparison.one), _places(comparison.other))
         shared = pairs[0].keys() & pairs[1].keys()
         moved = sum(pairs[0][row] != pairs[1][row] for row in shared)
         if 10 * moved > len(shared):
@@ -89,8 +91,8 @@ def _explain_content(found: PairComparison, one: Step, other: Step) -> str:
 
 def have_same_indices(one: Step, other: Step) -> bool:
     """Return True if two steps are known to take the same indices of the dataset."""
-    ours = sorted(str(place) for rank in one.ranks for place in rank.index)
-    theirs = sorted(str(place) for rank in other.ranks for place in rank.index)
+    ours = sorted(str(index) for rank in one.ranks for index in rank.index)
+    theirs = sorted(str(index) for rank in other.ranks for index in rank.index)
     return bool(ours) and ours == theirs
 
 
@@ -98,14 +100,14 @@ def _places(history: CommandHistory) -> dict[str, str]:
     """Return the dataset's index of each example."""
     batches = [each for step in history.steps for rank in step.ranks for each in rank.batches]
     pairs = [zip(each.rows, each.index or [], strict=False) for each in batches]
-    return {row: str(place) for pair in pairs for row, place in pair}
+    return {row: str(index) for pair in pairs for row, index in pair}
 
 
 def _explain_short_pass(history: CommandHistory, step: Step) -> str:
     """Name ranks that are in other passes at the same step."""
     turns = []
     for rank, its_step in zip(history.ranks, step.ranks, strict=True):
-        order = {number: turn for turn, number in enumerate(rank.orders)}
+        order = {pass_number: turn for turn, pass_number in enumerate(rank.orders)}
         turns.append(max((order.get(each.number, 0) for each in its_step.batches), default=0))
     if len(set(turns)) < 2:
         return ""
@@ -113,14 +115,14 @@ def _explain_short_pass(history: CommandHistory, step: Step) -> str:
     return f"rank {ahead} of {history.name} has fewer batches, and is in the next pass already"
 
 
-def explain_size(found: PairComparison, one: Step, other: Step) -> str:
+def explain_size(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name another global batch."""
     before = sum(one.rows.values())
     after = sum(other.rows.values())
-    ratio = found.other.size / found.one.size
+    ratio = comparison.other.size / comparison.one.size
     if not before or before == after:
         return ""
-    names = (found.one.name, found.other.name)
+    names = (comparison.one.name, comparison.other.name)
     sizes = (
         f"the global batch is {counted(before, 'example')} in {names[0]} and {after} in {names[1]}"
     )
@@ -150,11 +152,13 @@ def repeats_order(history: CommandHistory) -> bool:
     if not any(each.get("epoch") is not None and each.get("shuffle") for each in about):
         return False
     every = passes(history)
-    sizes = [_num_batches(history, number) for number in history.ranks[0].orders][: len(every)]
+    sizes = [_num_batches(history, pass_number) for pass_number in history.ranks[0].orders][
+        : len(every)
+    ]
     read = [
         each
-        for place, (each, size) in enumerate(zip(every, sizes, strict=True))
-        if size > 1 or place == len(every) - 1
+        for pass_index, (each, size) in enumerate(zip(every, sizes, strict=True))
+        if size > 1 or pass_index == len(every) - 1
     ]
     for other in read[1:]:
         lengths = [min(len(a), len(b)) for a, b in zip(read[0], other, strict=True)]
@@ -164,15 +168,17 @@ def repeats_order(history: CommandHistory) -> bool:
     return False
 
 
-def _num_batches(history: CommandHistory, number: int) -> int:
+def _num_batches(history: CommandHistory, pass_number: int) -> int:
     """Return how many batches of a pass rank 0 has used."""
-    return sum(each.number == number for step in history.ranks[0].steps for each in step.batches)
+    return sum(
+        each.number == pass_number for step in history.ranks[0].steps for each in step.batches
+    )
 
 
-def _explain_pass(found: PairComparison) -> str:
+def _explain_pass(comparison: PairComparison) -> str:
     """Name a pass with repeated or left out examples, or with the order of the pass before."""
-    ours = passes(found.one)
-    theirs = passes(found.other)
+    ours = passes(comparison.one)
+    theirs = passes(comparison.other)
     for one, other in zip(ours[:-1], theirs[:-1], strict=False):
         a = Counter(row for rank in one for row in rank)
         b = Counter(row for rank in other for row in rank)
@@ -180,14 +186,14 @@ def _explain_pass(found: PairComparison) -> str:
             continue
         for name, more, less in (("B", b, a), ("A", a, b)):
             if not less - more and set(more) == set(less):
-                number = sum((more - less).values())
-                return f"{name} repeats {counted(number, 'example')} in a pass: {FILLS}"
+                count = sum((more - less).values())
+                return f"{name} repeats {counted(count, 'example')} in a pass: {FILLS}"
             if not less - more:
-                number = sum((more - less).values())
+                count = sum((more - less).values())
                 other_name = "A" if name == "B" else "B"
                 why = "the last, incomplete batches are dropped"
-                return f"{other_name} leaves out {counted(number, 'example')} of a pass: {why}"
-    pair = (repeats_order(found.one), repeats_order(found.other))
+                return f"{other_name} leaves out {counted(count, 'example')} of a pass: {why}"
+    pair = (repeats_order(comparison.one), repeats_order(comparison.other))
     if pair[0] != pair[1] and passes_agree(ours, theirs):
         name = "A" if pair[0] else "B"
         return name_repeated([name])
@@ -200,9 +206,9 @@ def name_repeated(names: Sequence[str]) -> str:
     return f"each pass of {who} has the order of the first: set_epoch is never called"
 
 
-def are_unseeded(found: PairComparison) -> bool:
+def are_unseeded(comparison: PairComparison) -> bool:
     """Return True if the commands have other seeds, and one of them is torch's own."""
-    one, other = found.one.seeds[0], found.other.seeds[0]
+    one, other = comparison.one.seeds[0], comparison.other.seeds[0]
     return one != other and max(one, other) > UNSEEDED
 
 
@@ -212,32 +218,36 @@ def passes_agree(ours: list[list[list[str]]], theirs: list[list[list[str]]]) -> 
     return first[0] == first[1]
 
 
-def _explain_draws(found: PairComparison) -> str:
+def _explain_draws(comparison: PairComparison) -> str:
     """Name batches that the script draws itself."""
-    if found.one.ranks[0].passes or found.other.ranks[0].passes:
+    if comparison.one.ranks[0].passes or comparison.other.ranks[0].passes:
         return ""
     why = "they depend on the rank, by a seed or a part of the data of its own"
     return f"the script draws its batches without a DataLoader, and {why}"
 
 
-def _explain_order(found: PairComparison) -> str:
+def _explain_order(comparison: PairComparison) -> str:
     """Name samplers and seeds."""
-    if are_unseeded(found):
+    if are_unseeded(comparison):
         return "the order is drawn from random numbers that the script does not seed"
     kinds = []
-    for history in (found.one, found.other):
+    for history in (comparison.one, comparison.other):
         orders = set(history.ranks[0].orders)
         about = history.ranks[0].passes
-        kinds.append({about[number]["sampler"] for number in orders if number in about})
+        kinds.append(
+            {about[pass_number]["sampler"] for pass_number in orders if pass_number in about}
+        )
     names = [", ".join(sorted(each)) or "none" for each in kinds]
     if kinds[0] != kinds[1]:
         return f"the order comes from {names[0]} in A and from {names[1]} in B"
     for key in ("shuffle", "seed"):
-        values = [_settings_of_samplers(history, key) for history in (found.one, found.other)]
+        values = [
+            _settings_of_samplers(history, key) for history in (comparison.one, comparison.other)
+        ]
         if values[0] != values[1]:
             return f"{key} of the sampler ({names[0]}) is {values[0]} in A and {values[1]} in B"
     order = f"the order ({names[0]}) depends on the layout"
-    for history in (found.other, found.one):
+    for history in (comparison.other, comparison.one):
         if len(set(history.seeds)) > 1:
             seeds = ", ".join(map(str, history.seeds))
             return f"{order}: the ranks of {history.name} have other seeds ({seeds})"
@@ -249,9 +259,9 @@ def _explain_order(found: PairComparison) -> str:
 def _settings_of_samplers(history: CommandHistory, key: str) -> str:
     """Return the values of a setting of the samplers of training examples, on all ranks."""
     values = {
-        str(rank.passes[number].get(key))
+        str(rank.passes[pass_number].get(key))
         for rank in history.ranks
-        for number in rank.orders
-        if number in rank.passes
+        for pass_number in rank.orders
+        if pass_number in rank.passes
     }
     return " or ".join(sorted(values))

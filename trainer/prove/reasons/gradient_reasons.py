@@ -28,42 +28,42 @@ from trainer.prove.rounding import compare_tensors, relative_norm
 BY_SCALE = "their norm has the scale in it, and the limit has not"
 
 
-def explain_gradients(found: PairComparison, place: int) -> str:
+def explain_gradients(comparison: PairComparison, step_index: int) -> str:
     """Return the likely reason why the gradients of a step differ."""
-    one = found.one.steps[place]
-    other = found.other.steps[place]
+    one = comparison.one.steps[step_index]
+    other = comparison.other.steps[step_index]
     if one.gradients.is_zero and other.gradients.is_zero:
         why = "backward is not called, or the optimizer has other parameters than the model"
         return f"nothing is learned, so nothing is proved: {why}"
     if reason := (
-        explain_unreduced(found.other, place, found)
-        or explain_unreduced(found.one, place, found)
-        or explain_changes(found, place)
-        or _explain_missing(found.other, other)
-        or _explain_missing(found.one, one)
-        or _explain_early_clipping(found, one, other)
-        or explain_members(found)
-        or explain_use(found, one, other)
-        or explain_skipped_batches(found, one, other)
-        or _explain_clipping(found, one, other)
-        or explain_passes(found, place)
-        or explain_ratio(found, one, other, place)
-        or explain_weighting(found, one, other, place)
+        explain_unreduced(comparison.other, step_index, comparison)
+        or explain_unreduced(comparison.one, step_index, comparison)
+        or explain_changes(comparison, step_index)
+        or _explain_missing(comparison.other, other)
+        or _explain_missing(comparison.one, one)
+        or _explain_early_clipping(comparison, one, other)
+        or explain_members(comparison)
+        or explain_use(comparison, one, other)
+        or explain_skipped_batches(comparison, one, other)
+        or _explain_clipping(comparison, one, other)
+        or explain_passes(comparison, step_index)
+        or explain_ratio(comparison, one, other, step_index)
+        or explain_weighting(comparison, one, other, step_index)
     ):
         return reason
     reasons = [
-        explain_modes(found, one, other),
-        explain_settings(found, one, other),
-        _explain_layers(found, one, other),
+        explain_modes(comparison, one, other),
+        explain_settings(comparison, one, other),
+        _explain_layers(comparison, one, other),
     ]
-    return "; ".join(filter(None, reasons)) or _explain_some(found, one, other)
+    return "; ".join(filter(None, reasons)) or _explain_some(comparison, one, other)
 
 
-def explain_unreduced(history: CommandHistory, place: int, found: PairComparison) -> str:
+def explain_unreduced(history: CommandHistory, step_index: int, comparison: PairComparison) -> str:
     """Return why the ranks of a command have different gradients; "" if they have the same."""
-    if reason := explain_skipped(found, place):
+    if reason := explain_skipped(comparison, step_index):
         return reason
-    step = history.steps[place]
+    step = history.steps[step_index]
     if not _names_apart(step.gradients):
         return ""
     merged = step.unclipped if step.unclipped.whole else step.gradients
@@ -127,13 +127,13 @@ def _explain_missing(history: CommandHistory, step: Step) -> str:
     return ""
 
 
-def _explain_early_clipping(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_early_clipping(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name clipping before all micro-batches, or all ranks, are added."""
     if not one.unclipped.whole or not other.unclipped.whole:
         return ""
-    floor = found.bounds.gradient_floor
+    floor = comparison.bounds.gradient_floor
     is_raw_apart = compare_tensors(one.unclipped, other.unclipped, floor)[0] > APART
-    for history, step in ((found.other, other), (found.one, one)):
+    for history, step in ((comparison.other, other), (comparison.one, one)):
         firsts = [rank.clips[0]["pass"] for rank in step.ranks if rank.clips]
         if is_raw_apart and firsts and max(firsts) < step.num_backwards:
             return f"{history.name} clips its gradients after each micro-batch, not once in a step"
@@ -142,9 +142,9 @@ def _explain_early_clipping(found: PairComparison, one: Step, other: Step) -> st
     return ""
 
 
-def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_clipping(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name clipping, if it is what makes the gradients differ."""
-    floor = found.bounds.gradient_floor
+    floor = comparison.bounds.gradient_floor
     clips = [[clip for rank in step.ranks for clip in rank.clips] for step in (one, other)]
     if bool(clips[0]) != bool(clips[1]):
         raw = one.unclipped if clips[0] else other.unclipped
@@ -158,11 +158,11 @@ def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
         return ""
     if any(clip["is_scaled"] for clip in clips[0] + clips[1]):
         return f"gradients are clipped before GradScaler.unscale_: {BY_SCALE}"
-    return _explain_limits(found, one, other, clips)
+    return _explain_limits(comparison, one, other, clips)
 
 
 def _explain_limits(
-    found: PairComparison, one: Step, other: Step, clips: Sequence[Sequence[Mapping[str, Any]]]
+    comparison: PairComparison, one: Step, other: Step, clips: Sequence[Sequence[Mapping[str, Any]]]
 ) -> str:
     """Say why clipping changes equal gradients to different ones."""
     ours, theirs = (set(step.unclipped.whole) for step in (one, other))
@@ -177,11 +177,11 @@ def _explain_limits(
     if relative(*norms) > APART:
         by = f"the gradients agree before clipping by norms {norms[0]:.4g} and {norms[1]:.4g}"
         return f"{by}: a rank's norm is that of its own part"
-    return _explain_after_clipping(found, one, other, clips[0])
+    return _explain_after_clipping(comparison, one, other, clips[0])
 
 
 def _explain_after_clipping(
-    found: PairComparison, one: Step, other: Step, clips: Sequence[Mapping[str, Any]]
+    comparison: PairComparison, one: Step, other: Step, clips: Sequence[Mapping[str, Any]]
 ) -> str:
     """Name the gradients that differ after equal clipping, and the command that changes them."""
     apart = [
@@ -193,7 +193,7 @@ def _explain_after_clipping(
     is_by_norm = clips[0]["norm_type"] != "value"
     limit = min(clip["max_norm"] for clip in clips)
     factor = min(1.0, limit / (clips[0]["norm"] + 1e-6))  # as clip_grad_norm_
-    for history, step in ((found.other, other), (found.one, one)) if is_by_norm else ():
+    for history, step in ((comparison.other, other), (comparison.one, one)) if is_by_norm else ():
         raw = step.unclipped.whole
         expected = Merged({n: factor * raw[n] for n in apart if n in raw}, {}, {})
         if compare_tensors(expected, step.gradients, 0.0)[0] > 1e-4:
@@ -201,20 +201,20 @@ def _explain_after_clipping(
     return f"{agree}, and those of {name_some(apart)} are changed after it"
 
 
-def _explain_layers(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_layers(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name layers whose result depends on the division of the batch, if the losses differ."""
     reasons = []
     steps = (one, other)
-    norms = [name for name in found.other.about("norms") if name != "SyncBatchNorm"]
+    norms = [name for name in comparison.other.about("norms") if name != "SyncBatchNorm"]
     sizes = [sorted({call["size"] for r in s.ranks for call in r.forwards}) for s in steps]
     if norms and sizes[0] != sizes[1]:
         rows = " and ".join(_count(each) for each in sizes)
         reasons.append(f"{norms[0]} normalises over the rows of a micro-batch ({rows})")
     if any(call["drawn"] for step in steps for rank in step.ranks for call in rank.forwards):
-        kinds = found.other.about("dropout")
+        kinds = comparison.other.about("dropout")
         what = ", ".join(kinds) if kinds else "the model's forward pass"
         reasons.append(f"{what} draws other random numbers on another layout")
-    elif any(map(draws_random, (found.one, found.other))):
+    elif any(map(draws_random, (comparison.one, comparison.other))):
         what = "the loop draws random numbers beside the examples (noise, mixup)"
         reasons.append(f"{what}, and others on another layout")
     return "; ".join(reasons)
@@ -230,7 +230,7 @@ def _count(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes)) or "?"
 
 
-def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_some(comparison: PairComparison, one: Step, other: Step) -> str:
     """Say which parameters differ, and whether the losses agree."""
     apart = []
     for name, each in one.gradients.whole.items():
@@ -239,16 +239,16 @@ def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
             apart.append(name)
     total = len(one.gradients.whole)
     which = "all parameters" if len(apart) == total else f"{', '.join(apart[:3])} only"
-    number = other.ranks[0].optimizer
+    optimizer = other.ranks[0].optimizer
     loss = min(relative(one.losses["mean"], each) for each in other.losses.values())
     if loss < APART:
         why = "the losses agree: gradients are cut off (detach, a gather without gradient), or lost"
         why += " or changed after a backward pass"
         if one.num_backwards != other.num_backwards:
             why += f" ({one.num_backwards} and {other.num_backwards} backward passes)"
-        if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
+        if any(any(rank.optimizers[optimizer]["parts"]) for rank in comparison.other.ranks):
             why = "the losses agree, and a rank holds parts of the gradients: it changes its parts"
             why += " by a factor of its own (clipping by the norm of the parts, for example)"
         return f"{why}; they differ for {which}"
-    why = explain_loss(found, one, other)
+    why = explain_loss(comparison, one, other)
     return f"examples and weights agree, and the losses differ by {loss:.0e}: {why}"

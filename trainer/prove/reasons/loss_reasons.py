@@ -42,20 +42,20 @@ def fit_ratio(one: Merged, other: Merged) -> tuple[float, float]:
     return ratio, float(rest)
 
 
-def explain_ratio(found: PairComparison, one: Step, other: Step, place: int) -> str:
+def explain_ratio(comparison: PairComparison, one: Step, other: Step, step_index: int) -> str:
     """Name a factor that all gradients have in common."""
     pair = (one.gradients, other.gradients)
     if one.unclipped.whole and other.unclipped.whole:
         pair = (one.unclipped, other.unclipped)
     ratio, rest = fit_ratio(*pair)
-    if not rest <= _limit(found.bounds) or not ratio:
+    if not rest <= _limit(comparison.bounds) or not ratio:
         return ""
-    names = (found.other.name, found.one.name)
+    names = (comparison.other.name, comparison.one.name)
     say = f"all gradients of {names[0]} are {ratio:.4g} times those of {names[1]}"
-    windows = [_window(history, place) for history in (found.one, found.other)]
+    windows = [_window(history, step_index) for history in (comparison.one, comparison.other)]
     if _is_near(ratio, windows[1] / windows[0]) and windows[0] != windows[1]:
-        return f"{say}: {_name_window(found, place)}"
-    ranks = found.other.size / found.one.size
+        return f"{say}: {_name_window(comparison, step_index)}"
+    ranks = comparison.other.size / comparison.one.size
     backwards = other.num_backwards / one.num_backwards
     loss = other.losses["mean"] / one.losses["mean"] if one.losses["mean"] else 0.0
     is_loss = _is_near(loss, ratio)
@@ -85,23 +85,23 @@ def _is_near(one: float, other: float) -> bool:
     return relative(one, other) < 1e-3
 
 
-def _window(history: CommandHistory, place: int) -> float:
+def _window(history: CommandHistory, step_index: int) -> float:
     """Return the part of a full accumulation window that a step has."""
-    return history.steps[place].num_backwards / max(s.num_backwards for s in history.steps)
+    return history.steps[step_index].num_backwards / max(s.num_backwards for s in history.steps)
 
 
-def _name_window(found: PairComparison, place: int) -> str:
+def _name_window(comparison: PairComparison, step_index: int) -> str:
     """Return a clause about an accumulation window that is not full; "" if it is."""
-    for history in (found.other, found.one):
-        if _window(history, place) < 1:
-            few = history.steps[place].num_backwards
+    for history in (comparison.other, comparison.one):
+        if _window(history, step_index) < 1:
+            few = history.steps[step_index].num_backwards
             full = max(step.num_backwards for step in history.steps)
             part = f"this step of {history.name} has {few} of {full} micro-batches"
             return f"{part} (the last of a pass), and the loss is divided by {full}"
     return ""
 
 
-def explain_weighting(found: PairComparison, one: Step, other: Step, place: int) -> str:
+def explain_weighting(comparison: PairComparison, one: Step, other: Step, step_index: int) -> str:
     """Name unequal micro-batches that count equally: weighted by their sizes, gradients agree.
 
     Where gradients of single micro-batches are not known, their losses are weighted.
@@ -113,34 +113,34 @@ def explain_weighting(found: PairComparison, one: Step, other: Step, place: int)
         uneven = next((n for n in (1, 0) if len(set(sizes[n])) > 1), None)
         if uneven is None:
             continue
-        ratio = _fit_weighted(found, one, other, key)
+        ratio = _fit_weighted(comparison, one, other, key)
         what = "gradients"
         if ratio is None:
-            ratio = _fit_losses(found, one, other, key, place)
+            ratio = _fit_losses(comparison, one, other, key, step_index)
             what = "losses"
         if ratio is None:
             continue
         shown = ", ".join(f"{size:.4g}" for size in sizes[uneven][:SHOWN])
-        why = _name_weighting(found, other, key, shown)
+        why = _name_weighting(comparison, other, key, shown)
         counts = [step.num_backwards for step in (one, other)]
-        for history, number, factor in (
-            (found.other, counts[1], counts[0]),
-            (found.one, counts[0], 1 / counts[1]),
+        for history, num_backwards, factor in (
+            (comparison.other, counts[1], counts[0]),
+            (comparison.one, counts[0], 1 / counts[1]),
         ):
             if (
-                number > 1
+                num_backwards > 1
                 and _is_near(ratio, factor)
                 and not _is_near(factor, counts[0] / counts[1])
             ):
                 why = f"{why}, and the losses of micro-batches in {history.name} are added, "
                 why += "not divided by their number"
-        if part := _name_window(found, place):
+        if part := _name_window(comparison, step_index):
             why = f"{part}; {why}"
         return f"{why}; weighted by these numbers the {what} agree"
     return ""
 
 
-def _name_weighting(found: PairComparison, step: Step, key: str, shown: str) -> str:
+def _name_weighting(comparison: PairComparison, step: Step, key: str, shown: str) -> str:
     if key != CRITERION:
         what = WEIGHINGS.get(key.rstrip(" 0123456789"), key)
         return f"micro-batches with different numbers of {what} ({shown}) count equally"
@@ -149,7 +149,7 @@ def _name_weighting(found: PairComparison, step: Step, key: str, shown: str) -> 
         for rank in step.ranks
         for each in rank.criteria
     }
-    weighted = found.other.about("weighted")
+    weighted = comparison.other.about("weighted")
     if has_weight:
         who = weighted[0] if weighted else name
         return f"{who} divides by the sum of the class weights of a micro-batch ({shown})"
@@ -166,8 +166,8 @@ def _sizes(step: Step, key: str) -> Iterator[float | None]:
     """Yield the size of each micro-batch on each rank; None where it is not known."""
     for rank in step.ranks:
         if key == CRITERION:
-            for number in range(len(rank.losses)):
-                own = [each for each in rank.criteria if each["pass"] == number]
+            for pass_index in range(len(rank.losses)):
+                own = [each for each in rank.criteria if each["pass"] == pass_index]
                 sizes = {each["divisor"] for each in own}
                 yield sizes.pop() if len(sizes) == 1 else None
         elif len(rank.batches) != len(rank.losses):
@@ -176,13 +176,13 @@ def _sizes(step: Step, key: str) -> Iterator[float | None]:
             yield from (each.weights.get(key) for each in rank.batches)
 
 
-def _fit_weighted(found: PairComparison, one: Step, other: Step, key: str) -> float | None:
+def _fit_weighted(comparison: PairComparison, one: Step, other: Step, key: str) -> float | None:
     """Return the ratio of the gradients, micro-batches weighted; None if they do not agree."""
     totals = (_weigh_passes(one, key), _weigh_passes(other, key))
     if totals[0] is None or totals[1] is None:
         return None
     ratio, rest = fit_ratio(Merged(totals[0], {}, {}), Merged(totals[1], {}, {}))
-    return ratio if rest <= _limit(found.bounds) and ratio else None
+    return ratio if rest <= _limit(comparison.bounds) and ratio else None
 
 
 def _weigh_passes(step: Step, key: str) -> Sketches | None:
@@ -200,16 +200,16 @@ def _weigh_passes(step: Step, key: str) -> Sketches | None:
 
 
 def _fit_losses(
-    found: PairComparison, one: Step, other: Step, key: str, place: int
+    comparison: PairComparison, one: Step, other: Step, key: str, step_index: int
 ) -> float | None:
     """Return the ratio of the losses, micro-batches weighted; None if it is no plain factor."""
     if one.total() is not None and other.total() is not None:
         return None  # gradients tell more, and say no
-    limit = 1e-4 if found.bounds.noise else 1e-7
+    limit = 1e-4 if comparison.bounds.noise else 1e-7
     plain = relative(one.losses["mean"], other.losses["mean"])
     values = [_weigh_losses(step, key) for step in (one, other)]
     counts = (one.num_backwards, other.num_backwards)
-    fulls = [max(s.num_backwards for s in h.steps) for h in (found.one, found.other)]
+    fulls = [max(s.num_backwards for s in h.steps) for h in (comparison.one, comparison.other)]
     for ours, theirs in product({counts[0], fulls[0], 1}, {counts[1], fulls[1], 1}):
         near = relative(values[0] * ours, values[1] * theirs)
         if near < limit and near < 0.1 * plain:
@@ -223,27 +223,27 @@ def _weigh_losses(step: Step, key: str) -> float:
     return float(np.dot(losses, weights))
 
 
-def explain_loss(found: PairComparison, one: Step, other: Step) -> str:
+def explain_loss(comparison: PairComparison, one: Step, other: Step) -> str:
     """Say why a loss is no mean over examples."""
     for name, step, usual in (("B", other, one), ("A", one, other)):
         if math.isfinite(usual.losses["mean"]) and not math.isfinite(step.losses["mean"]):
             return f"the loss of {name} is not finite ({step.losses['mean']})"
-    weighted = found.other.about("weighted")
+    weighted = comparison.other.about("weighted")
     ranks = (*one.ranks, *other.ranks)
     if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
         what = f", perhaps the class weights of {weighted[0]}" if weighted else ""
         return f"so do {REST}{what}"
-    if packed := _name_packed(found, one, other):
+    if packed := _name_packed(comparison, one, other):
         return packed
     if _has_other_loss(one, other):
         what = "the same examples in one micro-batch have another loss"
         return f"{what}: the loss function, or a setting of the model, differs"
-    if shares := _fit_passes(found, one, other):
+    if shares := _fit_passes(comparison, one, other):
         what = "the gradients of A are those of the micro-batches of B, multiplied by"
         why = "micro-batches count differently (by class weights, a mask or a factor)"
         return f"{why}: {what} {', '.join(f'{each:.4g}' for each in shares[:SHOWN])}"
     sizes = [max(len(b.rows) for r in s.ranks for b in r.batches) for s in (one, other) if s.rows]
-    pairs = zip(found.one.steps, found.other.steps, strict=False)
+    pairs = zip(comparison.one.steps, comparison.other.steps, strict=False)
     lower = [b.losses["mean"] < a.losses["mean"] for a, b in pairs]
     if len(lower) >= FEW and len(set(sizes)) == 2 and set(lower) == {sizes[1] < sizes[0]}:
         why = "probably it compares the examples of a micro-batch with each other (negatives)"
@@ -252,15 +252,15 @@ def explain_loss(found: PairComparison, one: Step, other: Step) -> str:
     return f"{why}, or the loss function differs"
 
 
-def _name_packed(found: PairComparison, one: Step, other: Step) -> str:
+def _name_packed(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name a command that joins examples into fewer rows of the model's inputs."""
     num_rows = [
         sum(call["size"] for rank in s.ranks for call in rank.forwards) for s in (one, other)
     ]
     num_examples = sum(one.rows.values())
     for history, joined, usual in (
-        (found.other, num_rows[1], num_rows[0]),
-        (found.one, num_rows[0], num_rows[1]),
+        (comparison.other, num_rows[1], num_rows[0]),
+        (comparison.one, num_rows[0], num_rows[1]),
     ):
         if 0 < joined < usual == num_examples:
             what = f"packs {counted(num_examples, 'example')} into {counted(joined, 'row')}"
@@ -271,9 +271,9 @@ def _name_packed(found: PairComparison, one: Step, other: Step) -> str:
 
 def _has_other_loss(one: Step, other: Step) -> bool:
     """Return True if a micro-batch of both commands has another loss, however it is divided."""
-    found = [_losses_by_rows(step) for step in (one, other)]
-    for rows, ours in found[0].items():
-        theirs = found[1].get(rows)
+    losses = [_losses_by_rows(step) for step in (one, other)]
+    for rows, ours in losses[0].items():
+        theirs = losses[1].get(rows)
         counts = ({1, one.num_backwards}, {1, other.num_backwards})
         if theirs is not None and all(
             relative(ours * a, theirs * b) > APART for a, b in product(*counts)
@@ -291,7 +291,7 @@ def _losses_by_rows(step: Step) -> dict[tuple[str, ...], float]:
     }
 
 
-def _fit_passes(found: PairComparison, one: Step, other: Step) -> list[float]:
+def _fit_passes(comparison: PairComparison, one: Step, other: Step) -> list[float]:
     """Return by what the passes of the other command give the one pass of the first; or []."""
     ours = [each for rank in one.ranks for each in rank.passes]
     theirs = [each for rank in other.ranks for each in rank.passes]
@@ -305,4 +305,4 @@ def _fit_passes(found: PairComparison, one: Step, other: Step) -> list[float]:
         return []
     shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
     rest = np.linalg.norm(wanted - columns @ shares) / max(float(np.linalg.norm(wanted)), 1e-300)
-    return shares.tolist() if rest <= _limit(found.bounds) else []
+    return shares.tolist() if rest <= _limit(comparison.bounds) else []

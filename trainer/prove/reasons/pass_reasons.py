@@ -24,18 +24,18 @@ def name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-def explain_members(found: PairComparison) -> str:
+def explain_members(comparison: PairComparison) -> str:
     """Name parameters that the optimizer of one command does not have."""
-    for one, other in ((found.one, found.other), (found.other, found.one)):
+    for one, other in ((comparison.one, comparison.other), (comparison.other, comparison.one)):
         only = sorted(one.parameters - other.parameters)
         if only and other.parameters < one.parameters:
             return f"only the optimizer of {one.name} has {name_some(only)}"
     return ""
 
 
-def explain_changes(found: PairComparison, place: int) -> str:
+def explain_changes(comparison: PairComparison, step_index: int) -> str:
     """Name weights that one command changes between two steps of its optimizer."""
-    steps = (found.one.steps[place], found.other.steps[place])
+    steps = (comparison.one.steps[step_index], comparison.other.steps[step_index])
     ours, theirs = ({name for rank in step.ranks for name in rank.changed} for step in steps)
     for name, only in (("B", sorted(theirs - ours)), ("A", sorted(ours - theirs))):
         if only:
@@ -43,15 +43,15 @@ def explain_changes(found: PairComparison, place: int) -> str:
     return ""
 
 
-def explain_use(found: PairComparison, one: Step, other: Step) -> str:
+def explain_use(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name parameters that have a gradient in one command only."""
-    floor = found.bounds.silence * max(one.gradients.norm, other.gradients.norm)
+    floor = comparison.bounds.silence * max(one.gradients.norm, other.gradients.norm)
     ours, theirs = _used_names(one), _used_names(other)
     for history, more, history_of_less, less, step in (
-        (found.one, ours, found.other, theirs, other),
-        (found.other, theirs, found.one, ours, one),
+        (comparison.one, ours, comparison.other, theirs, other),
+        (comparison.other, theirs, comparison.one, ours, one),
     ):
-        whole = (one if history is found.one else other).gradients.whole
+        whole = (one if history is comparison.one else other).gradients.whole
         only = sorted(name for name in more - less if not size_of(whole[name]) < floor)
         if not only:
             continue
@@ -80,7 +80,7 @@ def _used_names(step: Step) -> set[str]:
     return {name for name, each in pairs if each is not None and np.any(each)}
 
 
-def explain_skipped_batches(found: PairComparison, one: Step, other: Step) -> str:
+def explain_skipped_batches(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name batches that are taken, and for which the model is not called."""
     for name, step, usual in (("B", other, one), ("A", one, other)):
         for rank in step.ranks:
@@ -90,22 +90,24 @@ def explain_skipped_batches(found: PairComparison, one: Step, other: Step) -> st
     return ""
 
 
-def explain_passes(found: PairComparison, place: int) -> str:
+def explain_passes(comparison: PairComparison, step_index: int) -> str:
     """Name gradients that are changed afterwards, where the backward passes agree."""
-    one, other = found.one.steps[place], found.other.steps[place]
+    one, other = comparison.one.steps[step_index], comparison.other.steps[step_index]
     totals = (one.total(), other.total())
     if not totals[0] or not totals[1]:
         return ""
     ratio, rest = fit_ratio(_merged(totals[0]), _merged(totals[1]))
     if not rest <= APART or not ratio:
         return ""
-    pairs = ((found.other, other, totals[1]), (found.one, one, totals[0]))
+    pairs = ((comparison.other, other, totals[1]), (comparison.one, one, totals[0]))
     changing = [each for each in pairs if not _is_used(*each[1:])]
     if len(changing) == 2:  # as a GAN, which drops gradients of its other loss
         return ""
     for history, step, total in changing:
         used = step.unclipped if step.unclipped.whole else step.gradients
-        if reason := _explain_dropped(history, step, used) or _explain_kept(history, place, total):
+        if reason := _explain_dropped(history, step, used) or _explain_kept(
+            history, step_index, total
+        ):
             return reason
         apart = _names_apart(total, used)
         if len(apart) < len(total):
@@ -143,18 +145,18 @@ def _explain_dropped(history: CommandHistory, step: Step, used: Merged) -> str:
             continue
         drops = any(first in rank.drops for rank in step.ranks)
         if end is not None:
-            kept = f"the first {end} of {count} micro-batches"
-            return f"{history.name} uses the gradients of {kept} only"
+            used_part = f"the first {end} of {count} micro-batches"
+            return f"{history.name} uses the gradients of {used_part} only"
         how = "zero_grad is called after each micro-batch" if drops else "the others are dropped"
-        kept = f"the last {count - first} of {count} micro-batches"
-        return f"{history.name} uses the gradients of {kept} only: {how}"
+        used_part = f"the last {count - first} of {count} micro-batches"
+        return f"{history.name} uses the gradients of {used_part} only: {how}"
     return ""
 
 
-def _explain_kept(history: CommandHistory, place: int, total: Sketches) -> str:
+def _explain_kept(history: CommandHistory, step_index: int, total: Sketches) -> str:
     """Name gradients that are added to those of the step before."""
-    step = history.steps[place]
-    own = [each for each in history.steps[:place] if each.optimizer == step.optimizer]
+    step = history.steps[step_index]
+    own = [each for each in history.steps[:step_index] if each.optimizer == step.optimizer]
     if not own:
         return ""
     before = own[-1].gradients.whole
@@ -166,13 +168,13 @@ def _explain_kept(history: CommandHistory, place: int, total: Sketches) -> str:
     return f"{history.name} does not drop the gradients of the step before (zero_grad): they add up"
 
 
-def explain_modes(found: PairComparison, one: Step, other: Step) -> str:
+def explain_modes(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name modules that are called in eval mode or without gradients on one side only."""
     for mode, words in (
         ("eval", ("in eval mode", "in training mode")),
         ("no grad", ("without gradients (no_grad)", "with gradients")),
     ):
-        for history, step in ((found.other, other), (found.one, one)):
+        for history, step in ((comparison.other, other), (comparison.one, one)):
             named = [_named(rank.modes, mode) for rank in step.ranks]
             for rank, mine in zip(history.ranks, named, strict=True):
                 only = sorted(each for each in mine if any(each not in its for its in named))
@@ -192,7 +194,7 @@ def _named(modes: Mapping[str, Any], mode: str) -> set[str]:
     return {f"{name or 'the model'} ({kind})" for name, kind in modes.get(mode, [])}
 
 
-def explain_settings(found: PairComparison, one: Step, other: Step) -> str:
+def explain_settings(comparison: PairComparison, one: Step, other: Step) -> str:
     """Name settings of loss functions and modules that differ."""
     calls = [
         {each["name"]: each["settings"] for r in s.ranks for each in r.criteria}
@@ -205,7 +207,7 @@ def explain_settings(found: PairComparison, one: Step, other: Step) -> str:
     if calls[0].keys() != calls[1].keys():
         shown = [", ".join(sorted(each)) or "no function of torch" for each in calls]
         return f"the loss is {shown[0]} in A and {shown[1]} in B"
-    modules = [_modules(history) for history in (found.one, found.other)]
+    modules = [_modules(history) for history in (comparison.one, comparison.other)]
     apart = sorted(
         name
         for name in modules[0].keys() & modules[1].keys()
@@ -222,32 +224,35 @@ def _modules(history: CommandHistory) -> dict[str, Any]:
     return {name: value for each in every for name, value in each["modules"].items()}
 
 
-def explain_rates(found: PairComparison, place: int) -> str:
-    if reason := explain_repeated_step(found, place):
+def explain_rates(comparison: PairComparison, step_index: int) -> str:
+    if reason := explain_repeated_step(comparison, step_index):
         return reason
-    ratio = found.other.size / found.one.size
+    ratio = comparison.other.size / comparison.one.size
     name = next(
         name
-        for name, rate in found.one.steps[place].rates.items()
-        if relative(rate, found.other.steps[place].rates.get(name, rate)) > FP64
+        for name, rate in comparison.one.steps[step_index].rates.items()
+        if relative(rate, comparison.other.steps[step_index].rates.get(name, rate)) > FP64
     )
-    one = [step.rates[name] for step in found.one.steps if name in step.rates]
-    other = [step.rates[name] for step in found.other.steps if name in step.rates]
+    one = [step.rates[name] for step in comparison.one.steps if name in step.rates]
+    other = [step.rates[name] for step in comparison.other.steps if name in step.rates]
     pairs = list(zip(one, other, strict=False))
-    if len({rank.rates.get(name) for rank in found.other.steps[place].ranks}) > 1:
+    if len({rank.rates.get(name) for rank in comparison.other.steps[step_index].ranks}) > 1:
         return "the ranks of B use different learning rates"
     if ratio != 1 and all(relative(a * ratio, b) < FP64 for a, b in pairs):
         return f"the learning rate is multiplied by {ratio:.6g}, the ratio of the numbers of ranks"
-    if reason := _explain_advances(found):
+    if reason := _explain_advances(comparison):
         return reason
-    if reason := _explain_faster(found, one, other):
+    if reason := _explain_faster(comparison, one, other):
         return reason
     if _agree(one[1:], other) or _agree(one, other[1:]):
         return "the schedule is one step ahead on one of the layouts"
     first, its = next((pair for pair in pairs if pair[0]), (1.0, 0.0))  # a warm-up begins with 0
     if its and all(relative(a * its, b * first) < FP64 for a, b in pairs):
         return f"the learning rate is multiplied by {its / first:.6g}"
-    counts = [_count_advances(history, found.num_steps) for history in (found.one, found.other)]
+    counts = [
+        _count_advances(history, comparison.num_steps)
+        for history in (comparison.one, comparison.other)
+    ]
     if counts[0] == counts[1] > 0:
         return "the schedules advance equally often, so their lengths or other settings differ"
     return "the schedule depends on the layout, for example on the number of batches on a rank"
@@ -262,7 +267,7 @@ def _agree(one: list[float], other: list[float]) -> bool:
     return len(pairs) > 1 and len(set(one)) > 1 and all(relative(a, b) < FP64 for a, b in pairs)
 
 
-def _explain_faster(found: PairComparison, one: list[float], other: list[float]) -> str:
+def _explain_faster(comparison: PairComparison, one: list[float], other: list[float]) -> str:
     """Name a schedule whose rates are every second, third or so of the other's.
 
     The rates are compared by step, and, for a schedule that changes once an epoch, by epoch.
@@ -270,25 +275,29 @@ def _explain_faster(found: PairComparison, one: list[float], other: list[float])
     epochs = [[rate for rate, _ in groupby(rates)] for rates in (one, other)]
     guesses = [
         (times, start, ours, theirs)
-        for times in sorted({found.other.size, found.one.size, 2, 3, 4} - {1})
+        for times in sorted({comparison.other.size, comparison.one.size, 2, 3, 4} - {1})
         for start in (0, times - 1)  # after a step, or after each micro-batch of it
         for ours, theirs in ((one, other), epochs)
     ]
     for times, start, ours, theirs in guesses:
         if _agree(ours[start::times], theirs):
-            return _explain_fast_schedule(found.other, times, start > 0)
+            return _explain_fast_schedule(comparison.other, times, start > 0)
         if _agree(ours, theirs[start::times]):
-            return _explain_fast_schedule(found.one, times, start > 0)
+            return _explain_fast_schedule(comparison.one, times, start > 0)
     return ""
 
 
-def _explain_advances(found: PairComparison) -> str:
+def _explain_advances(comparison: PairComparison) -> str:
     """Name a schedule that advances more often, from the calls of its `step`."""
-    ours, theirs = (_count_advances(each, found.num_steps) for each in (found.one, found.other))
-    for history, count, usual in ((found.other, theirs, ours), (found.one, ours, theirs)):
+    ours, theirs = (
+        _count_advances(each, comparison.num_steps) for each in (comparison.one, comparison.other)
+    )
+    for history, count, usual in ((comparison.other, theirs, ours), (comparison.one, ours, theirs)):
         times = round(count / usual) if usual else 1
         if times > 1 and abs(count - times * usual) < times:
-            places = [set(step.ranks[0].advances) for step in history.steps[1 : found.num_steps]]
+            places = [
+                set(step.ranks[0].advances) for step in history.steps[1 : comparison.num_steps]
+            ]
             return _name_fast_schedule(history, times, any(len(each) > 1 for each in places))
     return ""
 
@@ -306,19 +315,21 @@ def _explain_fast_schedule(history: CommandHistory, times: int, is_before: bool)
     return _name_fast_schedule(history, times, by_micro and not is_by_rank)
 
 
-def explain_weights(found: PairComparison, place: int) -> str:
+def explain_weights(comparison: PairComparison, step_index: int) -> str:
     """Return the likely reason why the weights after a step differ."""
-    if reason := explain_members(found) or explain_changes(found, place):
+    if reason := explain_members(comparison) or explain_changes(comparison, step_index):
         return reason
     agree = "gradients and learning rates agree, so the update differs"
-    number = found.other.steps[place].ranks[0].optimizer
-    one = found.one.ranks[0].optimizers[number]
-    other = found.other.ranks[0].optimizers.get(number, one)
+    optimizer = comparison.other.steps[step_index].ranks[0].optimizer
+    one = comparison.one.ranks[0].optimizers[optimizer]
+    other = comparison.other.ranks[0].optimizers.get(optimizer, one)
     if one["kind"] != other["kind"]:
         return f"{agree}: the optimizers are {one['kind']} and {other['kind']}"
-    if reason := explain_groups(found.one.steps[place], found.other.steps[place]):
+    if reason := explain_groups(
+        comparison.one.steps[step_index], comparison.other.steps[step_index]
+    ):
         return f"{agree}: {reason}"
-    if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
+    if any(any(rank.optimizers[optimizer]["parts"]) for rank in comparison.other.ranks):
         why = f"{other['kind']} computes something over a whole tensor, and a rank has a part of it"
         return f"{agree}: {why}"
     return f"{agree}: the optimizer's state differs, or what its step computes"

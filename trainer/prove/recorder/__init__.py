@@ -25,7 +25,7 @@ NAMESPACE = "LOCKSTEP_PROVE_NAMESPACE"  # as in enter_view.py
 # Read before the script runs, which may clear its environment.
 SETTINGS: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
 LAUNCHED = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-HOOKS = {  # module: our module and function
+HOOKS_BY_MODULE = {  # module: our module and function
     "torch": ("hooks", "install"),
     "accelerate.accelerator": ("hooks", "watch_accelerator"),
     "safetensors": ("private_files", "watch_library"),
@@ -33,7 +33,7 @@ HOOKS = {  # module: our module and function
 
 
 class ImportWatcher(importlib.abc.MetaPathFinder):
-    """Runs a function of `hooks` after a module of HOOKS has been imported."""
+    """Runs a function of `hooks` after a module of HOOKS_BY_MODULE has been imported."""
 
     def __init__(self) -> None:
         self._busy: set[str] = set()
@@ -41,7 +41,7 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in HOOKS or fullname in self._busy:
+        if fullname not in HOOKS_BY_MODULE or fullname in self._busy:
             return None
         self._busy.add(fullname)
         try:
@@ -49,7 +49,7 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
         finally:
             self._busy.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = HookedLoader(spec.loader, HOOKS[fullname])
+            spec.loader = HookedLoader(spec.loader, HOOKS_BY_MODULE[fullname])
         return spec
 
 
@@ -87,13 +87,13 @@ def watch_errors() -> None:
     """Write the traceback of an error that ends this process: outputs of ranks are mixed."""
     original = sys.excepthook
 
-    def note(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rank = os.environ.get("RANK", LAUNCHED["RANK"])
         who = "launcher" if rank is None else f"rank{rank}"
         path = os.path.join(SETTINGS["folder"], f"error-{time.time_ns()}-{who}.txt")  # noqa: PTH118
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            file.write("".join(traceback.format_exception(kind, error, place)))
-        original(kind, error, place)
+            file.write("".join(traceback.format_exception(kind, error, trace)))
+        original(kind, error, trace)
 
     sys.excepthook = note
 

@@ -42,8 +42,8 @@ class Contributions:
 
     def tag(self, parameter: torch.Tensor) -> int:
         """Return the tag of a parameter; NO_TAG for one that is not watched."""
-        found: int = self._tags.get(parameter, NO_TAG)
-        return found
+        tag: int = self._tags.get(parameter, NO_TAG)
+        return tag
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watch parameters; the gradients of shards (DTensor) pass by such hooks."""
@@ -89,14 +89,14 @@ class Contributions:
             LOG.add("contributed", tags=tags, values=encode(list(self._sums.values())))
         self._sums.clear()
 
-    def note_group(self, given: Given, _: Any) -> None:
+    def note_group(self, arguments: Given, _: Any) -> None:
         """Watch the parameters of an optimizer's group."""
-        parameters = given["param_group"]["params"]
+        parameters = arguments["param_group"]["params"]
         self.watch([parameters] if isinstance(parameters, torch.Tensor) else parameters)
 
-    def note_zeroing(self, given: Given) -> None:
+    def note_zeroing(self, arguments: Given) -> None:
         """Note gradients that are dropped."""
-        owner = given["self"]
+        owner = arguments["self"]
         if isinstance(owner, nn.Module):
             dropped = list(owner.parameters())
         else:
@@ -123,7 +123,7 @@ CRITERIA = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss"),
 )
 DEPRECATED = ("size_average", "reduce")
-PLAIN = (int, float, bool, str)
+TYPES_OF_CRITERION_SETTINGS = (int, float, bool, str)
 
 
 def watch_criteria() -> None:
@@ -135,12 +135,16 @@ def watch_criteria() -> None:
 
 
 def _noting(name: str, defaults: dict[str, Any]) -> Callable[[Given], None]:
-    def note(given: Given) -> None:
+    def note(arguments: Given) -> None:
         is_batched = torch._C._functorch.peek_interpreter_stack() is not None  # by vmap
         if not torch.is_grad_enabled() or is_batched:
             return
-        every = defaults | given
-        settings = {k: v for k, v in every.items() if isinstance(v, PLAIN) and k not in DEPRECATED}
+        every = defaults | arguments
+        settings = {
+            k: v
+            for k, v in every.items()
+            if isinstance(v, TYPES_OF_CRITERION_SETTINGS) and k not in DEPRECATED
+        }
         settings["weight"] = every.get("weight") is not None
         is_mean = settings["reduction"] == "mean"
         divisor = _divisor(name, every) if is_mean else 1.0
@@ -149,14 +153,14 @@ def _noting(name: str, defaults: dict[str, Any]) -> Callable[[Given], None]:
     return note
 
 
-def _divisor(name: str, given: Given) -> float | None:
+def _divisor(name: str, arguments: Given) -> float | None:
     """Return by what the mean of a loss divides; None if it is not known."""
-    target, weight = given["target"], given.get("weight")
+    target, weight = arguments["target"], arguments.get("weight")
     if name not in OF_CLASSES:
         return float(target.numel()) if weight is None else None
     if target.is_floating_point():
         return float(target.numel() / target.shape[min(1, target.dim() - 1)])
-    used = target[target != given["ignore_index"]]
+    used = target[target != arguments["ignore_index"]]
     if weight is None:
         return float(used.numel())
     total: Any = weight[used].double().sum()
@@ -274,8 +278,8 @@ def _perturb(module: nn.Module) -> None:
             local = getattr(parameter, "_local_tensor", parameter)
             if local.is_floating_point() and local.numel():
                 epsilon = torch.finfo(local.dtype).eps
-                place = torch.arange(local.numel(), device=local.device).view(local.shape)
-                local.mul_((1 + epsilon * (place % 3 - 1)).to(local.dtype))
+                indices = torch.arange(local.numel(), device=local.device).view(local.shape)
+                local.mul_((1 + epsilon * (indices % 3 - 1)).to(local.dtype))
 
 
 def watch_backward() -> None:
@@ -301,10 +305,10 @@ def watch_backward() -> None:
 
 @quietly
 def _before_backward(tensors: Any) -> None:
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     loss = 0.0
     scale = 1.0
-    for each in given:
+    for each in losses:
         if id(each) in CLIPPING.unscaled:
             _, value, scale = CLIPPING.unscaled[id(each)]
             loss += value
@@ -314,7 +318,7 @@ def _before_backward(tensors: Any) -> None:
     MODES.keep()
     CLIPPING.num_passes += 1
     reduces = [bool(each.require_backward_grad_sync) for each in CALLS.wrappers]
-    LOG.add("backward", loss=loss, scale=scale, reduces=reduces, dtype=str(given[0].dtype))
+    LOG.add("backward", loss=loss, scale=scale, reduces=reduces, dtype=str(losses[0].dtype))
     LOG.flush()  # the pass may wait for other ranks until the process is killed
     CONTRIBUTIONS.begin(scale)
 
@@ -329,17 +333,17 @@ def watch_wrappers() -> None:
     watch(
         DistributedDataParallel,
         "__init__",
-        after=lambda given, _: CALLS.wrappers.add(given["self"]),
+        after=lambda arguments, _: CALLS.wrappers.add(arguments["self"]),
     )
 
 
 def watch_saving() -> None:
     """Note the path of each torch.save: two ranks that write one file damage it."""
 
-    def note(given: Given) -> None:
-        if not hasattr(given["f"], "write"):
-            LOG.add("save", path=str(given["f"]))
-            given["f"] = private_path(given["f"])  # torch writes it by itself
+    def note(arguments: Given) -> None:
+        if not hasattr(arguments["f"], "write"):
+            LOG.add("save", path=str(arguments["f"]))
+            arguments["f"] = private_path(arguments["f"])  # torch writes it by itself
 
     watch(torch, "save", note)
     redirect_argument(torch.UntypedStorage, "from_file", 0, "filename", False)  # torch.load(mmap)

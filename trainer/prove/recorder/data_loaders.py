@@ -16,10 +16,10 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .digests import digest, marks, split, weigh
-from .exchanges import SMALL
+from .exchanges import MOST_ELEMENTS_OF_A_METRIC
 from .wrapping import LOG, SETTINGS, Given, quietly, replace, watch
 
-COLLECTIVES = (
+COLLECTIVE_FUNCTIONS = (
     *("all_reduce", "reduce", "all_gather", "gather"),
     *("all_gather_into_tensor", "all_gather_single"),  # its name from torch 2.13 on
 )
@@ -30,7 +30,7 @@ def watch_reads() -> None:
     """Note each number from now on, and each collective of small tensors or objects."""
     for name in ("item", "__float__"):
         watch(torch.Tensor, name, after=_note_number)
-    for name in (*COLLECTIVES, "all_gather_object", "gather_object"):
+    for name in (*COLLECTIVE_FUNCTIONS, "all_gather_object", "gather_object"):
         if hasattr(dist, name):
             watch(dist, name, after=_note_collective)
 
@@ -40,8 +40,12 @@ def _note_number(_: Given, result: Any) -> None:
         READS.append(result)
 
 
-def _note_collective(given: Given, _: Any) -> None:
-    if all(each.numel() <= SMALL for each in given.values() if isinstance(each, torch.Tensor)):
+def _note_collective(arguments: Given, _: Any) -> None:
+    if all(
+        each.numel() <= MOST_ELEMENTS_OF_A_METRIC
+        for each in arguments.values()
+        if isinstance(each, torch.Tensor)
+    ):
         LOG.add("averaged")
 
 
@@ -79,14 +83,14 @@ class Collate:
 
 
 def _watch_fetchers() -> None:
-    def start(given: Given, _: Any) -> None:
-        fetcher = given["self"]
+    def start(arguments: Given, _: Any) -> None:
+        fetcher = arguments["self"]
         fetcher.collate_fn = Collate(fetcher.collate_fn, fetcher.auto_collation)
 
-    def note(given: Given, found: Any) -> None:
-        if isinstance(found, TaggedBatch) and found.tag is not None:
-            index = _list(given["possibly_batched_index"])
-            found.tag["index"] = [int(i) if isinstance(i, int) else str(i) for i in index]
+    def note(arguments: Given, batch: Any) -> None:
+        if isinstance(batch, TaggedBatch) and batch.tag is not None:
+            index = _list(arguments["possibly_batched_index"])
+            batch.tag["index"] = [int(i) if isinstance(i, int) else str(i) for i in index]
 
     watch(fetch._BaseDatasetFetcher, "__init__", after=start)
     watch(fetch._MapDatasetFetcher, "fetch", after=note)
@@ -146,10 +150,10 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _watch_iterators() -> None:
-    def begin(given: Given) -> None:
-        iterator = given["self"]
+    def begin(arguments: Given) -> None:
+        iterator = arguments["self"]
         iterator._lockstep_pass = 0
-        iterator._lockstep_about = describe_loader(given["loader"])
+        iterator._lockstep_about = describe_loader(arguments["loader"])
         _watch_next(type(iterator))
 
     watch(_BaseDataLoaderIter, "__init__", begin)
@@ -199,8 +203,8 @@ def widen(value: Any) -> Any:
 
 def widen_if_able(value: Any) -> Any:
     """Return a tree in fp64; one whose classes do not take other tensors stays as it is."""
-    found = quietly(lambda: (widen(value),))()
-    return found[0] if found else value
+    widened = quietly(lambda: (widen(value),))()
+    return widened[0] if widened else value
 
 
 def watch_loaders() -> None:

@@ -18,7 +18,7 @@ import torch
 
 NUM = 16
 PERIOD = 1 << 16  # of the table of signs; whole periods have a further sign each
-CHUNK = 32 * PERIOD  # elements that are converted to fp64 at a time
+ELEMENTS_OF_A_CHUNK = 32 * PERIOD  # converted to fp64 at a time
 SAME = 1e-12  # relative
 _tables: dict[torch.device, torch.Tensor] = {}
 
@@ -47,8 +47,8 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     flat = _plain(tensor).reshape(-1)
     signs = _signs(flat.device)
     total = torch.zeros(NUM, dtype=torch.float64, device=flat.device)
-    for start in range(0, len(flat), CHUNK):
-        piece = flat[start : start + CHUNK].double()
+    for start in range(0, len(flat), ELEMENTS_OF_A_CHUNK):
+        piece = flat[start : start + ELEMENTS_OF_A_CHUNK].double()
         num_whole = len(piece) // PERIOD
         if num_whole:
             whole = piece[: num_whole * PERIOD].view(num_whole, PERIOD)
@@ -106,54 +106,54 @@ def encode(sketches: Sequence[torch.Tensor | None]) -> list[str | None]:
 
 
 SIZE = 8  # bytes
-MOST_DEPTH = 6
-MARK = 16  # elements
+MOST_DEPTH_OF_AN_EXAMPLE = 6
+ELEMENTS_OF_A_MARK = 16
 MOST_MARKS = 8
 IGNORED = -100  # label that torch's losses leave out
 
 
 def digest(value: Any) -> str:
     """Return the digest of an example: tensors, arrays, numbers, strings and trees of them."""
-    made = hashlib.blake2b(digest_size=SIZE)
-    _add(made, value, MOST_DEPTH)
-    return made.hexdigest()
+    hasher = hashlib.blake2b(digest_size=SIZE)
+    _add(hasher, value, MOST_DEPTH_OF_AN_EXAMPLE)
+    return hasher.hexdigest()
 
 
-def _add(made: Any, value: Any, depth: int) -> None:
+def _add(hasher: Any, value: Any, depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        _add_tensor(made, value)
+        _add_tensor(hasher, value)
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.ascontiguousarray(value)
-        made.update(f"{array.dtype}{array.shape}".encode())
-        made.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
+        hasher.update(f"{array.dtype}{array.shape}".encode())
+        hasher.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
     elif value is None or isinstance(value, (str, bytes, int, float, complex, bool)):
-        made.update(f"{type(value).__name__}{value!r}".encode())
+        hasher.update(f"{type(value).__name__}{value!r}".encode())
     elif depth == 0:
-        made.update(type(value).__name__.encode())
+        hasher.update(type(value).__name__.encode())
     elif isinstance(value, Mapping):
         for key in value:
-            made.update(repr(key).encode())
-            _add(made, value[key], depth - 1)
+            hasher.update(repr(key).encode())
+            _add(hasher, value[key], depth - 1)
     elif isinstance(value, (list, tuple)):
-        made.update(f"[{len(value)}".encode())
+        hasher.update(f"[{len(value)}".encode())
         for each in value:
-            _add(made, each, depth - 1)
+            _add(hasher, each, depth - 1)
     elif hasattr(value, "tobytes"):  # an image of PIL
-        made.update(value.tobytes())
+        hasher.update(value.tobytes())
     else:
-        made.update(type(value).__name__.encode())
-        _add(made, getattr(value, "__dict__", None), depth - 1)
+        hasher.update(type(value).__name__.encode())
+        _add(hasher, getattr(value, "__dict__", None), depth - 1)
 
 
-def _add_tensor(made: Any, value: torch.Tensor) -> None:
+def _add_tensor(hasher: Any, value: torch.Tensor) -> None:
     plain = value.detach()
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    made.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-    made.update(plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+    hasher.update(plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def leaves(value: Any, depth: int = MOST_DEPTH) -> list[torch.Tensor]:
+def leaves(value: Any, depth: int = MOST_DEPTH_OF_AN_EXAMPLE) -> list[torch.Tensor]:
     """Return the tensors of a tree with at least one dimension."""
     if isinstance(value, torch.Tensor):
         return [value] if value.dim() else []
@@ -178,13 +178,13 @@ def split(batch: Any) -> list[str]:
 
 def marks(value: Any) -> list[str]:
     """Return a digest of the first elements of each tensor, by which a batch is known again."""
-    found = []
+    digests = []
     for leaf in leaves(value)[:MOST_MARKS]:
         if leaf.numel():
-            rows = -(-MARK * len(leaf) // leaf.numel())
-            first = leaf.detach()[:rows].reshape(-1)[:MARK]
-            found.append(digest(first.double() if first.is_floating_point() else first))
-    return found
+            rows = -(-ELEMENTS_OF_A_MARK * len(leaf) // leaf.numel())
+            first = leaf.detach()[:rows].reshape(-1)[:ELEMENTS_OF_A_MARK]
+            digests.append(digest(first.double() if first.is_floating_point() else first))
+    return digests
 
 
 def weigh(items: Any, batch: Any) -> dict[str, float]:
@@ -196,23 +196,23 @@ def weigh(items: Any, batch: Any) -> dict[str, float]:
     else:
         first = leaves(batch)
         weights["rows"] = len(first[0]) if first else 1
-    for number, leaf in enumerate(leaves(batch)):
+    for leaf_index, leaf in enumerate(leaves(batch)):
         if leaf.dtype.is_floating_point or leaf.dim() < 2:
             continue
         for name, part in (("", leaf), ("shifted ", leaf[:, 1:])):
             num_labels = int((part != IGNORED).sum())
-            weights[f"{name}padded {number}"] = part.numel()
+            weights[f"{name}padded {leaf_index}"] = part.numel()
             if num_labels < part.numel():
-                weights[f"{name}labels {number}"] = num_labels
-        weights[f"non-zero {number}"] = int((leaf != 0).sum())
-        weights[f"shifted non-zero {number}"] = int((leaf[:, 1:] != 0).sum())
+                weights[f"{name}labels {leaf_index}"] = num_labels
+        weights[f"non-zero {leaf_index}"] = int((leaf != 0).sum())
+        weights[f"shifted non-zero {leaf_index}"] = int((leaf[:, 1:] != 0).sum())
     return weights
 
 
 def _sized(item: Any) -> list[torch.Tensor]:
     """Return the first field of an example that has a length."""
-    found = leaves(item)[:1]
-    if not found and isinstance(item, Mapping):
+    fields = leaves(item)[:1]
+    if not fields and isinstance(item, Mapping):
         lists = [v for v in item.values() if isinstance(v, (list, str))]
-        found = [torch.empty(len(v), device="meta") for v in lists[:1]]
-    return found
+        fields = [torch.empty(len(v), device="meta") for v in lists[:1]]
+    return fields

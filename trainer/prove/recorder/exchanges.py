@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from .wrapping import quietly
 
-SMALL = 1  # element: a number for a log, and no gradient
-COLLECTIVES = (
+MOST_ELEMENTS_OF_A_METRIC = 1  # a number for a log, and no gradient
+COLLECTIVES_OF_A_GROUP = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "gather", "scatter"),
     *("_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
     *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
@@ -24,7 +24,7 @@ COLLECTIVES = (
     *("alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
 )
 FUNCTIONAL = ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single")
-MOST_DEPTH = 3  # of lists of tensors
+MOST_DEPTH_OF_ARGUMENTS = 3  # of lists of tensors
 
 
 class Exchanges:
@@ -48,8 +48,8 @@ class Exchanges:
     @quietly
     def note(self, arguments: Any) -> None:
         """Count the tensors of a collective, unless they are small."""
-        count = _count(arguments, MOST_DEPTH)
-        self._num_elements += count if count > SMALL else 0
+        count = _count(arguments, MOST_DEPTH_OF_ARGUMENTS)
+        self._num_elements += count if count > MOST_ELEMENTS_OF_A_METRIC else 0
 
     def watch(self, owner: Any, name: str) -> None:
         """Count what a function is given from now on."""
@@ -89,7 +89,7 @@ def watch_exchanges() -> None:
     """Count every collective of Python code from now on."""
     if not dist.is_available():
         return
-    for name in COLLECTIVES:
+    for name in COLLECTIVES_OF_A_GROUP:
         EXCHANGES.watch(dist.ProcessGroup, name)
     functional = getattr(dist, "_functional_collectives", None)
     for name in FUNCTIONAL:

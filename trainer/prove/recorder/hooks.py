@@ -117,13 +117,13 @@ class Steps:
         """Number the step, and end the process if enough steps were made."""
         if not LOG.is_open:
             LOG.open(*whoami())
-        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
-        if number == len(self._counts):
+        optimizer_number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        if optimizer_number == len(self._counts):
             self._counts.append(0)
             self._parameters.append([])
             self._settings.append(None)
             self._last.append(LastWeights())
-        done = self._counts[number]
+        done = self._counts[optimizer_number]
         if done == SETTINGS["kill"]:
             meet(*whoami())
             (Path(SETTINGS["folder"]) / "killed").touch()
@@ -131,21 +131,21 @@ class Steps:
         if done == SETTINGS["steps"]:
             self.leave()
         mine = [each for group in optimizer.param_groups for each in group["params"]]
-        if list(map(id, mine)) != list(map(id, self._parameters[number])):
-            self._parameters[number] = mine
-            self.describe(optimizer, number)
+        if list(map(id, mine)) != list(map(id, self._parameters[optimizer_number])):
+            self._parameters[optimizer_number] = mine
+            self.describe(optimizer, optimizer_number)
             changed = (
                 [] if done else [n for n, p in enumerate(mine) if CONTRIBUTIONS.has_changed(p)]
             )
         else:
-            changed = self.find_changes(number)
+            changed = self.find_changes(optimizer_number)
         if changed:
-            LOG.add("changed", optimizer=number, places=changed)
+            LOG.add("changed", optimizer=optimizer_number, places=changed)
 
-    def find_changes(self, number: int) -> list[int]:
+    def find_changes(self, optimizer_number: int) -> list[int]:
         """Return the parameters that were changed since the last step of their optimizer."""
-        mine = self._parameters[number]
-        last = self._last[number]
+        mine = self._parameters[optimizer_number]
+        last = self._last[optimizer_number]
         return [n for n in last.suspects(mine) if last.is_changed(n, self.sketch(mine[n], mine[n]))]
 
     def leave(self) -> None:
@@ -157,17 +157,17 @@ class Steps:
             child.kill()
         os._exit(0)
 
-    def describe(self, optimizer: Any, number: int) -> None:
+    def describe(self, optimizer: Any, optimizer_number: int) -> None:
         """Note names, shapes and values of an optimizer's parameters before a step."""
-        mine = self._parameters[number]
+        mine = self._parameters[optimizer_number]
         every = roots()
         MODES.name(every)
-        self._rest.watch(every, [each for given in self._parameters for each in given])
+        self._rest.watch(every, [each for parameters in self._parameters for each in parameters])
         self._parts |= flat_parts()
         parts = [find_part(each) or self._parts.get(id(each)) for each in mine]
         LOG.add(
             "optimizer",
-            number=number,
+            number=optimizer_number,
             kind=type(optimizer).__name__,
             names=name_parameters(mine),
             shapes=[
@@ -198,15 +198,15 @@ class Steps:
         factor = 1.0 if scale is None else 1.0 / float(scale)
         mine = self._parameters[self._numbers[id(optimizer)]]
         gradients = [each.grad for each in mine]
-        found = [
+        sketches = [
             None if gradient is None else self.sketch(each, gradient) * factor
             for each, gradient in zip(mine, gradients, strict=True)
         ]
         groups = optimizer.param_groups
         rates = [_number(group.get("lr")) for group in groups for _ in group["params"]]
         rest = self._rest.sketch()
-        frozen = [place for place, each in enumerate(mine) if not each.requires_grad]
-        self._gradients = {"gradients": encode(found), "rates": rates, "rest": encode([rest])[0]}
+        frozen = [index for index, each in enumerate(mine) if not each.requires_grad]
+        self._gradients = {"gradients": encode(sketches), "rates": rates, "rest": encode([rest])[0]}
         self._gradients |= {"frozen": frozen} if frozen else {}
         if CLIPPING.before:
             raw = [CLIPPING.before.get(id(each)) for each in mine]
@@ -216,10 +216,10 @@ class Steps:
 
     def take_settings(self, optimizer: Any) -> None:
         """Take the settings of an optimizer's groups and the modes of modules, if they changed."""
-        number = self._numbers[id(optimizer)]
+        optimizer_number = self._numbers[id(optimizer)]
         settings = settings_of_groups(optimizer)
-        if settings != self._settings[number]:
-            self._settings[number] = settings
+        if settings != self._settings[optimizer_number]:
+            self._settings[optimizer_number] = settings
             self._gradients["groups"] = settings
         if (modes := MODES.end_step()) is not None:
             self._gradients["modes"] = modes
@@ -233,15 +233,15 @@ class Steps:
     @quietly
     def end(self, optimizer: Any) -> None:
         """Write all events up to the end of a step."""
-        number = self._numbers[id(optimizer)]
-        self._counts[number] += 1
-        mine = self._parameters[number]
+        optimizer_number = self._numbers[id(optimizer)]
+        self._counts[optimizer_number] += 1
+        mine = self._parameters[optimizer_number]
         sketches = [self.sketch(each, each) for each in mine]
-        self._last[number].keep(mine, sketches)
+        self._last[optimizer_number].keep(mine, sketches)
         LOG.add(
             "step",
-            optimizer=number,
-            step=self._counts[number],
+            optimizer=optimizer_number,
+            step=self._counts[optimizer_number],
             weights=encode(sketches),
             random=random_state(),
             reads=list(READS),

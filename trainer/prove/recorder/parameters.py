@@ -52,7 +52,7 @@ def shorten(name: str) -> str:
 
 
 def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return a name for each parameter; one that no module has is named by its place."""
+    """Return a name for each parameter; one that no module has is named by its index."""
     wanted = {id(each) for each in parameters}
     names: dict[int, str] = {}
     raw: dict[int, str] = {}
@@ -68,14 +68,14 @@ def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
     counts: dict[str, int] = {}
     for name in names.values():
         counts[name] = counts.get(name, 0) + 1
-    found = []
-    for place, each in enumerate(parameters):
+    unique_names = []
+    for index, each in enumerate(parameters):
         name = names.get(id(each), "")
         if counts.get(name, 0) > 1:
             name = raw[id(each)]
-        name = name or f"parameter {place}"
-        found.append(f"{name} ({place})" if name in found else name)
-    return found
+        name = name or f"parameter {index}"
+        unique_names.append(f"{name} ({index})" if name in unique_names else name)
+    return unique_names
 
 
 def find_part(tensor: torch.Tensor) -> Part | None:
@@ -84,12 +84,12 @@ def find_part(tensor: torch.Tensor) -> Part | None:
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    given: Any = tensor
+    sharded: Any = tensor
     local, offset = compute_local_shape_and_global_offset(
-        given.shape, given.device_mesh, given.placements
+        sharded.shape, sharded.device_mesh, sharded.placements
     )
-    is_partial = any(each.is_partial() for each in given.placements)
-    return Part(tuple(given.shape), tuple(local), tuple(offset), is_partial)
+    is_partial = any(each.is_partial() for each in sharded.placements)
+    return Part(tuple(sharded.shape), tuple(local), tuple(offset), is_partial)
 
 
 def sketch_of(tensor: torch.Tensor, flat: Part | None = None) -> torch.Tensor:
@@ -107,7 +107,7 @@ def flat_parts() -> dict[int, Part]:
     """Return the slices that FSDP (version 1, with use_orig_params) has, by parameter."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
-    found = {}
+    parts = {}
     for each in modules():
         handle = getattr(each, "_handle", None)
         flat = getattr(handle, "flat_param", None)
@@ -118,8 +118,8 @@ def flat_parts() -> dict[int, Part]:
             whole = (torch.Size(shape).numel(),)
             first = (info.intra_param_start_idx or 0,)
             size = (info.numel_in_shard or 0,)
-            found[id(parameter)] = Part(whole, size, first)
-    return found
+            parts[id(parameter)] = Part(whole, size, first)
+    return parts
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ class Rest:
 
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._known: dict[int, tuple[Any, torch.Tensor]] = {}  # state and sketch, by place
+        self._known: dict[int, tuple[Any, torch.Tensor]] = {}  # state and sketch, by index
         self.num_elements = 0
 
     def watch(self, modules: Sequence[nn.Module], trained: Sequence[torch.Tensor]) -> None:
@@ -149,17 +149,17 @@ class Rest:
     def sketch(self) -> torch.Tensor:
         """Return the sum of their sketches; a tensor is read whole only if it was changed."""
         total = torch.zeros(NUM, dtype=torch.float64)
-        for place, tensor in enumerate(reference() for reference in self._tensors):
+        for index, tensor in enumerate(reference() for reference in self._tensors):
             if tensor is not None:
                 state = _state_of(tensor)
-                if self._known.get(place, (-1,))[0] != state:
-                    self._known[place] = (state, sketch(tensor).cpu())
-            total = total + self._known[place][1]
+                if self._known.get(index, (-1,))[0] != state:
+                    self._known[index] = (state, sketch(tensor).cpu())
+            total = total + self._known[index][1]
         return total
 
 
 Mode = tuple[bool, bool, str]  # training, gradients, autocast
-PLAIN = (float, bool, str)
+TYPES_OF_MODULE_SETTINGS = (float, bool, str)
 OF_MODE = ("Dropout", "BatchNorm", "InstanceNorm", "RNN", "LSTM", "GRU", "Attention", "Transformer")
 SETTINGS_OF_MODULES = ("ignore_index", "padding_idx")  # numbers that are no size
 
@@ -209,22 +209,22 @@ class Modes:
 
     def end_step(self) -> dict[str, Any] | None:
         """Return the modes of a step: [name, kind] by mode; None if they are those before."""
-        found: dict[str, Any] = {"eval": [], "no grad": [], "autocast": {}}
-        for (number, kind), modes in self._of_step.items():
-            who = [self._names.get(number, ""), kind.__name__]
+        by_mode: dict[str, Any] = {"eval": [], "no grad": [], "autocast": {}}
+        for (module_id, kind), modes in self._of_step.items():
+            who = [self._names.get(module_id, ""), kind.__name__]
             if depends_on_mode(kind) and any(not is_training for is_training, _, _ in modes):
-                found["eval"].append(who)
+                by_mode["eval"].append(who)
             if any(not has_gradients for _, has_gradients, _ in modes):
-                found["no grad"].append(who)
+                by_mode["no grad"].append(who)
             for dtype in sorted({dtype for _, _, dtype in modes if dtype}):
-                found["autocast"].setdefault(dtype, []).append(who)
+                by_mode["autocast"].setdefault(dtype, []).append(who)
         self._of_step.clear()
-        for each in (found["eval"], found["no grad"], *found["autocast"].values()):
+        for each in (by_mode["eval"], by_mode["no grad"], *by_mode["autocast"].values()):
             each.sort()
-        if found == self._written:
+        if by_mode == self._written:
             return None
-        self._written = found
-        return found
+        self._written = by_mode
+        return by_mode
 
 
 MODES = Modes()
@@ -232,17 +232,17 @@ MODES = Modes()
 
 def settings_of(roots: Sequence[nn.Module]) -> dict[str, Any]:
     """Return the settings of torch's own modules by name, as `drop.p`."""
-    found = {}
+    settings = {}
     for root in roots:
         for name, each in root.named_modules():
             if not type(each).__module__.startswith("torch.nn"):
                 continue
-            place = shorten(name) or type(each).__name__
+            module_name = shorten(name) or type(each).__name__
             for key, value in vars(each).items():
-                is_setting = type(value) in PLAIN or key in SETTINGS_OF_MODULES
+                is_setting = type(value) in TYPES_OF_MODULE_SETTINGS or key in SETTINGS_OF_MODULES
                 if is_setting and key[0] != "_" and key not in ("training", "inplace"):
-                    found[f"{place}.{key}"] = value
-    return found
+                    settings[f"{module_name}.{key}"] = value
+    return settings
 
 
 def describe_models(roots: list[nn.Module], mine: list[torch.Tensor]) -> dict[str, Any]:
@@ -264,8 +264,8 @@ def describe_models(roots: list[nn.Module], mine: list[torch.Tensor]) -> dict[st
         is_wrapper = isinstance(each, DistributedDataParallel) or _is_fsdp(each)
         if is_wrapper and not own.isdisjoint(map(id, each.parameters())):
             wrappers.add("FSDP" if _is_fsdp(each) else kind)
-    found = {"norms": norms, "dropout": dropout, "wrappers": wrappers, "weighted": weighted}
-    lists = {key: sorted(each) for key, each in found.items()}
+    kinds = {"norms": norms, "dropout": dropout, "wrappers": wrappers, "weighted": weighted}
+    lists = {key: sorted(each) for key, each in kinds.items()}
     return {**lists, "modules": settings_of(roots)}
 
 

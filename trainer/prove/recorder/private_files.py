@@ -60,10 +60,10 @@ class PrivateFiles:
         if dir_fd is not None and not paths.isabs(name):
             name = paths.join(self.own_path(os.readlink(f"/proc/self/fd/{dir_fd}")), name)
         folder, own = paths.split(paths.abspath(name))
-        found = paths.join(self._resolve(folder), own)
-        is_scratch = is_within(found, self._temporary) and not self._is_own(found)
-        is_scratch |= any(each in f"{found}/" for each in COMPILED)
-        return "" if is_scratch or any(is_within(found, each) for each in self._through) else found
+        real = paths.join(self._resolve(folder), own)
+        is_scratch = is_within(real, self._temporary) and not self._is_own(real)
+        is_scratch |= any(each in f"{real}/" for each in COMPILED)
+        return "" if is_scratch or any(is_within(real, each) for each in self._through) else real
 
     def _resolve(self, folder: str, depth: int = 0) -> str:
         """Return the path of a folder without links, on the disk and among the copies."""
@@ -440,7 +440,7 @@ PATCHES: tuple[tuple[Any, tuple[str, ...], Redirect], ...] = (
 )
 LOW_OPEN = os.open
 FILES: list[PrivateFiles] = []  # those of this process, if it makes private copies
-# Functions of libraries that open files by themselves: name, place and name of the path, and
+# Functions of libraries that open files by themselves: name, position and name of the path, and
 # whether the file is written anew.
 LIBRARIES = {
     "safetensors": (("serialize_file", 1, "filename", True), ("safe_open", 0, "filename", False)),
@@ -493,14 +493,14 @@ def _patch_socket(files: PrivateFiles, name: str, redirect: Redirect) -> None:
     setattr(socket.socket, name, call)
 
 
-def _at_place(original: Any, own: Any, place: str) -> None:
+def _at_place(original: Any, own: Any, path: str) -> None:
     """Bind or connect a socket to a path, also a long one."""
-    if len(os.fsencode(place)) <= LONGEST:
-        original(own, place)
+    if len(os.fsencode(path)) <= LONGEST:
+        original(own, path)
         return
-    folder = LOW_OPEN(paths.dirname(place), os.O_RDONLY | os.O_DIRECTORY)
+    folder = LOW_OPEN(paths.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        original(own, f"/proc/self/fd/{folder}/{paths.basename(place)}")
+        original(own, f"/proc/self/fd/{folder}/{paths.basename(path)}")
     finally:
         os.close(folder)
 
@@ -512,22 +512,22 @@ def private_path(path: Any, is_written: bool = True) -> Any:
     files = FILES[0]
     files.thread.is_busy = True
     try:
-        found = files.find_or_none(path, {})
-        if not found:
+        real = files.find_or_none(path, {})
+        if not real:
             return path
-        return files.prepare(found, is_kept=False) if is_written else files.followed(found)
+        return files.prepare(real, is_kept=False) if is_written else files.followed(real)
     finally:
         files.thread.is_busy = False
 
 
 def watch_library(module: Any) -> None:
     """Give the functions of a library in LIBRARIES the paths of copies."""
-    for name, place, key, is_written in LIBRARIES[module.__name__]:
-        redirect_argument(module, name, place, key, is_written)
+    for name, position, key, is_written in LIBRARIES[module.__name__]:
+        redirect_argument(module, name, position, key, is_written)
 
 
-def redirect_argument(owner: Any, name: str, place: int, key: str, is_written: bool) -> None:
-    """Give a function the path of a copy for its argument of this place or name."""
+def redirect_argument(owner: Any, name: str, position: int, key: str, is_written: bool) -> None:
+    """Give a function the path of a copy for its argument of this position or name."""
     original = getattr(owner, name, None)
     if original is None or not FILES:
         return
@@ -535,8 +535,8 @@ def redirect_argument(owner: Any, name: str, place: int, key: str, is_written: b
     @functools.wraps(original, updated=())
     def call(*arguments: Any, **options: Any) -> Any:
         words = list(arguments)
-        if len(words) > place:
-            words[place] = private_path(words[place], is_written)
+        if len(words) > position:
+            words[position] = private_path(words[position], is_written)
         elif key in options:
             options[key] = private_path(options[key], is_written)
         return original(*words, **options)

@@ -34,40 +34,40 @@ class Clipping:
         self._has_unscaled = False
         self.num_passes = 0
 
-    def take(self, given: Given) -> None:
+    def take(self, arguments: Given) -> None:
         """Take the gradients before they are clipped; the parameters may come as an iterator."""
-        parameters = given["parameters"]
+        parameters = arguments["parameters"]
         if not isinstance(parameters, torch.Tensor):
-            given["parameters"] = parameters = list(parameters)
+            arguments["parameters"] = parameters = list(parameters)
         for each in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
             if each.grad is not None and id(each) not in self.before:
                 self.before[id(each)] = sketch_of(each.grad)
 
-    def note(self, given: Given, norm: torch.Tensor | None) -> None:
+    def note(self, arguments: Given, norm: torch.Tensor | None) -> None:
         """Note the norm and the limit."""
         is_scaled = any(each.is_enabled() for each in self._scalers) and not self._has_unscaled
-        limit = given["max_norm"] if "max_norm" in given else given["clip_value"]
+        limit = arguments["max_norm"] if "max_norm" in arguments else arguments["clip_value"]
         value = 0.0 if norm is None else float(getattr(norm, "_local_tensor", norm))
         about = {
             "norm": value,
             "max_norm": float(limit),
             "is_whole": not hasattr(norm, "placements"),
         }
-        kind = str(given.get("norm_type", 2.0)) if "max_norm" in given else "value"
+        kind = str(arguments.get("norm_type", 2.0)) if "max_norm" in arguments else "value"
         self.calls.append(
             {**about, "is_scaled": is_scaled, "norm_type": kind, "pass": self.num_passes}
         )
 
-    def note_scale(self, given: Given, scaled: Any) -> None:
+    def note_scale(self, arguments: Given, scaled: Any) -> None:
         """Note a loss before it is scaled."""
-        scaler, outputs = given["self"], given["outputs"]
+        scaler, outputs = arguments["self"], arguments["outputs"]
         self._scalers.add(scaler)
         if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
             value: Any = outputs.detach().double()
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
             self.unscaled[id(scaled)] = (scaled, value.tolist(), scale)
 
-    def note_unscaling(self, given: Given) -> None:
+    def note_unscaling(self, arguments: Given) -> None:
         self._has_unscaled = True
 
 
@@ -108,7 +108,7 @@ def settings_of_groups(optimizer: Any) -> dict[str, Any]:
             {key: _plain(value) for key, value in group.items() if key not in (*OTHERS, "params")}
             for group in groups
         ],
-        "places": [number for number, group in enumerate(groups) for _ in group["params"]],
+        "places": [index for index, group in enumerate(groups) for _ in group["params"]],
     }
 
 
@@ -161,17 +161,17 @@ class LastWeights:
         self._sketches = sketches
 
     def suspects(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Return the places of the parameters that have another norm than after the last step."""
+        """Return the indices of the parameters that have another norm than after the last step."""
         if len(self._norms) != len(parameters):
             return []
         norms = _norms(parameters)
         return [
-            place for place, (a, b) in enumerate(zip(self._norms, norms, strict=True)) if a != b
+            index for index, (a, b) in enumerate(zip(self._norms, norms, strict=True)) if a != b
         ]
 
-    def is_changed(self, place: int, sketch: torch.Tensor) -> bool:
+    def is_changed(self, parameter_index: int, sketch: torch.Tensor) -> bool:
         """Return True if a parameter has another sketch than after the last step."""
-        return is_apart(self._sketches[place], sketch)
+        return is_apart(self._sketches[parameter_index], sketch)
 
 
 def _norms(parameters: Sequence[torch.Tensor]) -> list[Any]:
@@ -181,5 +181,5 @@ def _norms(parameters: Sequence[torch.Tensor]) -> list[Any]:
     if not plain:
         return [0.0] * len(parts)
     norms: Any = torch._foreach_norm(plain)
-    found = iter(torch.stack([each.double().to(norms[0].device) for each in norms]).tolist())
-    return [next(found) if each.numel() and each.is_floating_point() else 0.0 for each in parts]
+    floats = iter(torch.stack([each.double().to(norms[0].device) for each in norms]).tolist())
+    return [next(floats) if each.numel() and each.is_floating_point() else 0.0 for each in parts]

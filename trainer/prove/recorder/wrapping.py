@@ -175,9 +175,9 @@ def watch(
     before: Callable[[Given], None] | None = None,
     after: Callable[[Given, Any], None] | None = None,
 ) -> None:
-    """Call `before(given)` and `after(given, result)` around a function.
+    """Call `before(named_arguments)` and `after(named_arguments, result)` around a function.
 
-    `before` may replace values of `given`. Errors in both are noted instead of raised.
+    `before` may replace values of `named_arguments`. Errors in both are noted instead of raised.
     """
     original = getattr(owner, name)
     signature = find_signature(original)
@@ -190,14 +190,14 @@ def watch(
         bound = bind(signature, arguments, options)
         if bound is None and signature is not None:
             return original(*arguments, **options)  # raises the error of a wrong call
-        given: Given = bound.arguments if bound else {"": arguments, **options}
+        named_arguments: Given = bound.arguments if bound else {"": arguments, **options}
         if begin:
-            begin(given)
+            begin(named_arguments)
         if bound is not None:
             arguments, options = bound.args, bound.kwargs
         result = original(*arguments, **options)
         if end:
-            end(given, result)
+            end(named_arguments, result)
         return result
 
     replace(owner, name, call)

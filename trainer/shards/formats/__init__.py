@@ -31,7 +31,7 @@ class Format:
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
-def find_format(name: str, settings: Mapping[str, Any], place: str) -> Format:
+def find_format(name: str, settings: Mapping[str, Any], url: str) -> Format:
     """Return the format of an index. Raises ConfigError for one that is not read."""
     try:
         FORMATS[name].check(settings)
@@ -39,7 +39,7 @@ def find_format(name: str, settings: Mapping[str, Any], place: str) -> Format:
     except ConfigError:
         raise
     except Exception as error:  # the one who wrote the index may mean harm
-        raise ConfigError(f"""{place}: has shards of form {name!r} that are not read:
+        raise ConfigError(f"""{url}: has shards of form {name!r} that are not read:
             {describe(error)}; write its index again""") from None
 
 

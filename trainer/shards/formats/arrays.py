@@ -18,7 +18,7 @@ from trainer.shards.sources import Span
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MOST_TOKENS = 2**31  # of a sequence
-MOST_OF_A_HEADER = 100_000_000  # bytes, as in safetensors
+MOST_OF_A_SAFETENSORS_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 class SafetensorsShard:
@@ -33,8 +33,8 @@ class SafetensorsShard:
             name: _Rows(begin, math.prod(shape[1:]) * dtype.itemsize, dtype, torch.Size(shape[1:]))
             for name, (begin, dtype, shape) in sorted(tensors.items())
         }
-        numbers = sorted(str(number) for number in range(len(self._tensors)))
-        self._is_tuple = list(self._tensors) == numbers
+        names_of_a_tuple = sorted(str(column) for column in range(len(self._tensors)))
+        self._is_tuple = list(self._tensors) == names_of_a_tuple
 
     def __getitem__(self, row: int) -> Any:
         values = {name: self._read(tensor, row) for name, tensor in self._tensors.items()}
@@ -51,11 +51,11 @@ def _read_header(file: FileBytes) -> dict[str, tuple[int, torch.dtype, list[int]
     """Return (first byte, dtype, shape) of each tensor. Raises an exception of any kind if they
     are not as they must be."""
     length = int.from_bytes(file.read(0, 8), "little")
-    if length > MOST_OF_A_HEADER:
+    if length > MOST_OF_A_SAFETENSORS_HEADER:
         raise ValueError(f"its header has {length:,} bytes")
     header = parse_json(file.read(8, length))
     header.pop("__metadata__", None)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype = DTYPES[entry["dtype"]]
@@ -63,8 +63,8 @@ def _read_header(file: FileBytes) -> dict[str, tuple[int, torch.dtype, list[int]
         is_right = begin >= 0 and end - begin == math.prod(shape) * dtype.itemsize
         if not is_right or min(shape, default=0) < 0 or 8 + length + end > len(file):
             raise ValueError(f"its tensor {name} does not fill its bytes")
-        found[name] = (8 + length + begin, dtype, shape)
-    return found
+        tensors[name] = (8 + length + begin, dtype, shape)
+    return tensors
 
 
 class _Rows(NamedTuple):

@@ -22,7 +22,7 @@ from trainer.shards.sources import Span
 
 SUFFIXES = (".mds",)
 _SHAPE_TYPES: tuple[Any, ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
-_DTYPES = {
+_DTYPES_BY_CODE = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
     **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
 }
@@ -60,13 +60,13 @@ class MdsShard:
         data = self._data.read(begin, end - begin)
         count = sum(size is None for _, _, size in self._columns)
         lengths = iter(struct.unpack_from(f"<{count}I", data))
-        place = 4 * count
+        offset = 4 * count
         values = {}
         for name, decode, size in self._columns:
             length = next(lengths) if size is None else size
-            values[name] = decode(data[place : place + length])
-            place += length
-        if place != len(data):
+            values[name] = decode(data[offset : offset + length])
+            offset += length
+        if offset != len(data):
             raise ValueError(f"row {row} has {end - begin} bytes, and its columns do not fill them")
         return tuple(values[str(n)] for n in range(len(values))) if self._is_tuple else values
 
@@ -105,23 +105,23 @@ class _Array:
 
     def __init__(self, form: str):
         dtype, _, shape = form.partition(":")
-        if dtype and dtype not in _DTYPES.values():
+        if dtype and dtype not in _DTYPES_BY_CODE.values():
             raise ConfigError(f"MDS column of arrays of {dtype}: must be {', '.join(_SCALARS)}")
         self._dtype = np.dtype(dtype) if dtype else None
         self._shape = tuple(map(int, shape.split(","))) if shape else None
 
     def decode(self, data: bytes) -> torch.Tensor:
-        place = 0
+        offset = 0
         dtype = self._dtype
         if dtype is None:
-            dtype = np.dtype(_DTYPES[data[0]])
-            place = 1
+            dtype = np.dtype(_DTYPES_BY_CODE[data[0]])
+            offset = 1
         shape = self._shape
         if shape is None:
-            axes, kind = data[place] >> 2, np.dtype(_SHAPE_TYPES[data[place] & 3])
-            shape = tuple(np.frombuffer(data, kind, axes, place + 1).tolist())
-            place += 1 + axes * kind.itemsize
-        values = np.frombuffer(data, dtype, offset=place).reshape(shape)
+            axes, kind = data[offset] >> 2, np.dtype(_SHAPE_TYPES[data[offset] & 3])
+            shape = tuple(np.frombuffer(data, kind, axes, offset + 1).tolist())
+            offset += 1 + axes * kind.itemsize
+        values = np.frombuffer(data, dtype, offset=offset).reshape(shape)
         return torch.from_numpy(values.copy())
 
 
@@ -134,10 +134,10 @@ def _image(data: bytes) -> Any:
 def _elements(data: bytes) -> Iterator[bytes]:
     """Yield the elements of a list: their number, their lengths, then their bytes."""
     (count,) = struct.unpack_from("<I", data)
-    place = 4 + 4 * count
+    offset = 4 + 4 * count
     for size in struct.unpack_from(f"<{count}I", data, 4):
-        yield data[place : place + size]
-        place += size
+        yield data[offset : offset + size]
+        offset += size
 
 
 def _raw_image(data: bytes) -> Any:
@@ -208,7 +208,7 @@ def encoding_of(value: Any) -> str:
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if dtype in _SCALARS and value.ndim == 0:
         return dtype
-    if dtype in _DTYPES.values() and 0 not in value.shape:
+    if dtype in _DTYPES_BY_CODE.values() and 0 not in value.shape:
         return f"ndarray:{dtype}"
     form = f" of {dtype} and shape {tuple(value.shape)}" if dtype else ""
     raise ValueError(f"a {type(value).__name__}{form} has no column type")
@@ -250,7 +250,7 @@ def _encode_array(form: str, array: np.ndarray) -> bytes:
     dtype, _, shape = form.partition(":")
     head = b""
     if not dtype:
-        head = bytes([next(code for code, name in _DTYPES.items() if array.dtype == name)])
+        head = bytes([next(code for code, name in _DTYPES_BY_CODE.items() if array.dtype == name)])
     elif array.dtype != dtype:
         raise ValueError(f"an array of {array.dtype}, and of {dtype} in other rows")
     if not shape:

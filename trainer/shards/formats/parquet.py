@@ -15,10 +15,10 @@ from trainer.shards.sources import Span
 SUFFIXES = (".parquet",)
 MOST_GROUPS = 4  # decoded at once, of a file
 MOST_OF_A_GROUP = 2**31  # bytes of a row group when it is unpacked
-FREE_OF_A_GROUP = 2**28  # beyond, at most MOST_RATIO of its bytes in the file
-MOST_RATIO = 1000
+FREE_OF_A_GROUP = 2**28  # beyond, at most MOST_RATIO_OF_A_GROUP of its bytes in the file
+MOST_RATIO_OF_A_GROUP = 1000
 FREE_VALUES = 2**24  # of a column in a row group; beyond, at most 8 for each of its bytes
-END = 8  # bytes after the metadata of a file: their length, and PAR1
+BYTES_AFTER_METADATA = 8  # bytes after the metadata of a file: their length, and PAR1
 
 
 class ParquetShard:
@@ -36,24 +36,24 @@ class ParquetShard:
             own = [n for n, piece in enumerate(groups) if span.begin <= piece.begin < span.end]
             self._begin = own[0] if own else 0
             groups = [groups[n] for n in own]
-        found = sum(piece.rows for piece in groups)
-        if found != rows:
-            raise ValueError(f"{file.path} has {found} rows, and {rows} in its index")
+        actual_rows = sum(piece.rows for piece in groups)
+        if actual_rows != rows:
+            raise ValueError(f"{file.path} has {actual_rows} rows, and {rows} in its index")
         self._ends = [*accumulate(piece.rows for piece in groups)]
         self._groups: dict[int, Any] = {}
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         group = bisect_right(self._ends, row)
         begin = self._ends[group - 1] if group else 0
-        (found,) = self._read(group).slice(row - begin, 1).to_pylist()
-        return dict(found)
+        (example,) = self._read(group).slice(row - begin, 1).to_pylist()
+        return dict(example)
 
     def _read(self, group: int) -> Any:
         if group not in self._groups:
             if len(self._groups) == MOST_GROUPS:
                 self._groups.pop(next(iter(self._groups)))
-            number = self._begin + group
-            self._groups[group] = self._file.read_row_group(number, self._columns)
+            group_in_file = self._begin + group
+            self._groups[group] = self._file.read_row_group(group_in_file, self._columns)
         return self._groups[group]
 
 
@@ -68,9 +68,9 @@ def divide(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int
         return [(sum(each.rows for each in groups), None)]
     size = path.stat().st_size
     with open(path, "rb") as file:
-        file.seek(size - END)
+        file.seek(size - BYTES_AFTER_METADATA)
         length = int.from_bytes(file.read(4), "little")
-    return join(groups, most, (size - END - length, size))
+    return join(groups, most, (size - BYTES_AFTER_METADATA - length, size))
 
 
 def open_parquet(file: Any, columns: Sequence[str] | None = None) -> Any:
@@ -83,15 +83,15 @@ def open_parquet(file: Any, columns: Sequence[str] | None = None) -> Any:
     opened = reader(file)
     metadata = opened.metadata
     shared = set()
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
+    for position in range(metadata.num_row_groups):
+        group = metadata.row_group(position)
         parts = [group.column(n) for n in range(group.num_columns)]
         used = [c for c in parts if columns is None or c.path_in_schema.split(".")[0] in columns]
         size = sum(part.total_uncompressed_size for part in used)
         packed = sum(part.total_compressed_size for part in used)
-        most = min(MOST_OF_A_GROUP, max(FREE_OF_A_GROUP, MOST_RATIO * packed))
+        most = min(MOST_OF_A_GROUP, max(FREE_OF_A_GROUP, MOST_RATIO_OF_A_GROUP * packed))
         if not 0 <= size <= most:
-            raise ValueError(f"""its row group {number} has {size:,} bytes when it is unpacked, at
+            raise ValueError(f"""its row group {position} has {size:,} bytes when it is unpacked, at
                 most {most:,} are read; write smaller row groups""")
         for part in used:
             if part.num_values > max(FREE_VALUES, 8 * part.total_uncompressed_size):
@@ -103,8 +103,8 @@ def open_parquet(file: Any, columns: Sequence[str] | None = None) -> Any:
 
 
 def _row_groups(metadata: Any) -> Iterator[Piece]:
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
+    for position in range(metadata.num_row_groups):
+        group = metadata.row_group(position)
         columns = [group.column(n) for n in range(group.num_columns)]
         pages = (c.data_page_offset for c in columns)
         begins = [

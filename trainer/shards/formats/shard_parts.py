@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.core.errors import RunError
-from trainer.shards.sources import CHUNK, Span, open_file
+from trainer.shards.sources import SOURCE_CHUNK_BYTES, Span, open_file
 
 
 class FileBytes:
@@ -43,7 +43,7 @@ class FileBytes:
 
     def open(self) -> BinaryIO:
         """Return the bytes as a stream, at its begin; it is usable as long as this object."""
-        return io.BufferedReader(_Stream(self), CHUNK)
+        return io.BufferedReader(_Stream(self), SOURCE_CHUNK_BYTES)
 
     def close(self) -> None:
         self._close()

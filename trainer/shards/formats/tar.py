@@ -19,7 +19,7 @@ from trainer.shards.formats.shard_parts import FileBytes, Piece, join
 from trainer.shards.sources import Span
 
 SUFFIXES = (".tar",)
-KEY = "__key__"
+KEY_COLUMN = "__key__"
 
 
 class TarShard:
@@ -41,7 +41,7 @@ class TarShard:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         key, files = self._members[row]
-        example: dict[str, Any] = {KEY: key}
+        example: dict[str, Any] = {KEY_COLUMN: key}
         for ending, (begin, size) in files.items():
             example[ending] = _decode(ending, self._data.read(begin, size))
         return example
@@ -90,10 +90,10 @@ def _files(file: BinaryIO, end: float = math.inf) -> Iterator[_File]:
 
 def _examples(files: Iterable[_File]) -> list[tuple[str, dict[str, tuple[int, int]]]]:
     """Return (key, {ending: (offset, bytes)}) of each example, in their order."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    examples: dict[str, dict[str, tuple[int, int]]] = {}
     for each in files:
-        found.setdefault(each.key, {})[each.ending] = (each.data, each.size)
-    return [*found.items()]
+        examples.setdefault(each.key, {})[each.ending] = (each.data, each.size)
+    return [*examples.items()]
 
 
 def _decode(ending: str, data: bytes) -> Any:

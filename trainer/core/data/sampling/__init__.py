@@ -98,13 +98,13 @@ def as_vector(values: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     if vector.dim() != 1 or not len(vector):
         raise ConfigError(f"""{name}:
             must have one axis and at least one number, not shape {tuple(vector.shape)}""")
-    given = str(vector.dtype).removeprefix("torch.")
+    dtype_name = str(vector.dtype).removeprefix("torch.")
     if vector.is_complex():
-        raise ConfigError(f"{name}: must be real numbers, and is {given}")
-    found = vector.to(dtype)
-    if not dtype.is_floating_point and vector.is_floating_point() and not found.equal(vector):
-        raise ConfigError(f"{name}: must be integers, and is {given} with fractions")
-    return found
+        raise ConfigError(f"{name}: must be real numbers, and is {dtype_name}")
+    converted = vector.to(dtype)
+    if not dtype.is_floating_point and vector.is_floating_point() and not converted.equal(vector):
+        raise ConfigError(f"{name}: must be integers, and is {dtype_name} with fractions")
+    return converted
 
 
 def check_size(name: str, size: Any) -> None:
@@ -115,11 +115,11 @@ def check_size(name: str, size: Any) -> None:
 def check_bytes(name: str, size: Any) -> int:
     """Return a number of bytes, given as one or in words such as "5GB" or "512 MiB"."""
     if isinstance(size, str) and (
-        found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
+        match := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
     ):
-        number, prefix, is_binary = found.groups()
+        amount, prefix, is_binary = match.groups()
         power = " kMGT".index(prefix) if prefix else 0
-        size = int(float(number) * (1024 if is_binary else 1000) ** power)
+        size = int(float(amount) * (1024 if is_binary else 1000) ** power)
     if isinstance(size, float) and size.is_integer():
         size = int(size)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:

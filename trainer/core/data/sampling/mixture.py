@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer.core.config.plain_files import parse_json, parse_safetensors
-from trainer.core.data.order import BLOCK
+from trainer.core.data.order import POSITIONS_AT_ONCE
 from trainer.core.data.sampling import IndexOrder, Sampling, Shuffle, State, as_vector, check_size
 from trainer.core.data.sampling.shard_order import ShardShuffle
 from trainer.core.errors import CheckpointError, ConfigError
@@ -84,7 +84,7 @@ def _make_shares(sampling: Weighted, seed: int, era: int) -> tuple[Permutation, 
     """Return a permutation of the examples, and the sums of their weights in this order, to 1."""
     examples = Permutation(sampling.num_examples, seed, "weights", era, "examples")
     places = torch.arange(sampling.num_examples)
-    weights = [sampling.weights[examples(some)] for some in places.split(BLOCK)]
+    weights = [sampling.weights[examples(some)] for some in places.split(POSITIONS_AT_ONCE)]
     # numpy adds one by one, so the sums are equal on every machine
     sums = torch.from_numpy(np.cumsum(torch.cat(weights).numpy()))
     return examples, sums / sums[-1]
@@ -100,9 +100,9 @@ class WeightedOrder:
 
     def __init__(self, sampling: Weighted, seed: int, epoch: int):
         epochs = max(1, sampling.num_examples // sampling.size)
-        era, number = divmod(epoch, epochs)
+        era, epoch_in_era = divmod(epoch, epochs)
         self._examples, self._shares = _make_shares(sampling, seed, era)
-        turn = int(Permutation(epochs, seed, "weights", era, "turns")(torch.tensor([number])))
+        turn = int(Permutation(epochs, seed, "weights", era, "turns")(torch.tensor([epoch_in_era])))
         self._start = (turn + key_of(seed, "weights", era, "start") / 2**64) / epochs
         self._shuffle = Permutation(sampling.size, seed, "weights", epoch)
         self._last = int(torch.searchsorted(self._shares, 1.0))  # the others weigh nothing
@@ -114,8 +114,8 @@ class WeightedOrder:
         return self._examples(places)
 
 
-LONGEST = 100_000  # places of the repeated pattern; other proportions are rounded to it
-FEW = 16  # groups: integers near the proportions of more are hardly nearer than others
+LONGEST_PATTERN = 100_000  # places of the repeated pattern; other proportions are rounded to it
+FEW_GROUPS = 16  # groups: integers near the proportions of more are hardly nearer than others
 
 
 class Mixture(Sampling):
@@ -178,19 +178,19 @@ class Mixture(Sampling):
         """Return the examples at int64 `places` of the endless sequence over all epochs."""
         round_, slot = places // len(self._pattern), places % len(self._pattern)
         group = self._pattern[slot]
-        number = round_ * self._each[group] + self._taken[slot]  # among those of its group
+        ordinal = round_ * self._each[group] + self._taken[slot]  # among those of its group
         size = self.sizes[group]
-        turn = number // size
+        turn = ordinal // size
         numbers = turn * len(self.sizes) + group
         permutation = Permutation(size, seed, self.kind, numbers=numbers)
-        within = permutation(number % size)
+        within = permutation(ordinal % size)
         for one in self._shards:
             for epoch in turn[group == one].unique().tolist():
                 chosen = (group == one) & (turn == epoch)
                 order = _order_of(self._shards[one], seed, one, epoch)
-                within[chosen] = order(number[chosen] % int(self.sizes[one]))
-        found = self._first[group] + within
-        return found if self.members is None else self.members[found]
+                within[chosen] = order(ordinal[chosen] % int(self.sizes[one]))
+        indices = self._first[group] + within
+        return indices if self.members is None else self.members[indices]
 
     def state(self) -> State:
         tensors = {"sizes": self.sizes, "shares": self._each}
@@ -206,11 +206,11 @@ class Mixture(Sampling):
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Mixture:
         groups = tensors["sizes"].tolist()
         shares = tensors["shares"].tolist()
-        made = Mixture(groups, shares, settings["size"], tensors.get("members"))
+        mixture = Mixture(groups, shares, settings["size"], tensors.get("members"))
         for group, own in settings["shards"].items():
             parts = {name: tensors[f"{group}.{name}"] for name in ("rows", "repeats")}
-            made._shards[int(group)] = ShardShuffle.restore(own, parts)
-        return made
+            mixture._shards[int(group)] = ShardShuffle.restore(own, parts)
+        return mixture
 
     def describe(self) -> str:
         total = sum(self.shares)
@@ -220,8 +220,8 @@ class Mixture(Sampling):
 
     def replacement(self, index: int, count: int) -> int:
         members = torch.arange(self.num_examples) if self.members is None else self.members
-        place = int((members == index).nonzero())
-        group = int(torch.searchsorted(self.sizes.cumsum(0), place, right=True))
+        position = int((members == index).nonzero())
+        group = int(torch.searchsorted(self.sizes.cumsum(0), position, right=True))
         own = members[self._first[group] :][: self.sizes[group]]
         later = own[own >= index + count]
         return int((later if len(later) else own).min())
@@ -284,24 +284,24 @@ def _shares(proportions: Sequence[float]) -> list[int]:
         raise ConfigError(f"proportions={proportions!r:.200}: must be above 0")
     if min(exact) == max(exact):
         return [1] * len(exact)
-    if len(exact) > LONGEST:
+    if len(exact) > LONGEST_PATTERN:
         raise ConfigError(f"""proportions of {len(exact):,} groups:
-            must be equal, as there are more than {LONGEST:,}""")
+            must be equal, as there are more than {LONGEST_PATTERN:,}""")
     total = sum(exact)
     parts = [value / total for value in exact]
     scale = lcm(*(part.denominator for part in parts))
-    if scale <= LONGEST:
+    if scale <= LONGEST_PATTERN:
         return [int(part * scale) for part in parts]
-    if len(parts) <= FEW:
+    if len(parts) <= FEW_GROUPS:
         return _nearest([float(part) for part in parts])
-    shares = [max(1, round(part * (LONGEST - len(parts)))) for part in parts]
+    shares = [max(1, round(part * (LONGEST_PATTERN - len(parts)))) for part in parts]
     divisor = gcd(*shares)
     return [share // divisor for share in shares]
 
 
 def _nearest(parts: Sequence[float]) -> list[int]:
     """Return the integers nearest to the parts of 1, with a sum of at most 100,000."""
-    scales = np.arange(1, LONGEST - len(parts) + 1)
+    scales = np.arange(1, LONGEST_PATTERN - len(parts) + 1)
     shares = np.array([np.round(part * scales).clip(1) for part in parts])
     errors = abs(shares / shares.sum(0) - np.array(parts)[:, None]).max(0)
     return [int(share) for share in shares[:, errors.argmin()]]
@@ -310,17 +310,17 @@ def _nearest(parts: Sequence[float]) -> list[int]:
 def _pattern(shares: Sequence[int]) -> list[int]:
     """Return a sequence of groups, each as often as its share, spread as evenly as can be.
 
-    After any number of places a group was taken less than one time more or less than its
-    proportion: its n-th place lies in a window of the proportion, and the earliest end is served
+    After any number of slots a group was taken less than one time more or less than its
+    proportion: its n-th slot lies in a window of the proportion, and the earliest end is served
     first (Baruah et al., "Proportionate progress", 1996).
     """
     total = sum(shares)
-    waiting = [(0, group, 0) for group in range(len(shares))]  # by the place where a window opens
+    waiting = [(0, group, 0) for group in range(len(shares))]  # by the slot where a window opens
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
     pattern = []
-    for place in range(total):
-        while waiting and waiting[0][0] <= place:
+    for slot in range(total):
+        while waiting and waiting[0][0] <= slot:
             _, group, taken = heapq.heappop(waiting)
             end = -(-(taken + 1) * total // shares[group])
             heapq.heappush(ready, (end, group, taken))
@@ -333,7 +333,7 @@ def _pattern(shares: Sequence[int]) -> list[int]:
 
 NAME = "sampling.safetensors"  # in the run directory
 MOST_BYTES = 2**34
-KINDS: dict[str, type[Sampling]] = {
+SAMPLING_KINDS: dict[str, type[Sampling]] = {
     each.kind: each for each in (Shuffle, ShardShuffle, Weighted, Mixture)
 }
 
@@ -358,15 +358,15 @@ def to_bytes(sampling: Sampling) -> bytes:
     return save(tensors, {"kind": sampling.kind, "settings": json.dumps(settings)})
 
 
-def from_bytes(data: bytes, expected: str, place: str) -> Sampling:
+def from_bytes(data: bytes, expected: str, subject: str) -> Sampling:
     """Restore a sampling. Raises CheckpointError unless it has the digest `expected`."""
     try:
         facts, tensors = parse_safetensors(data)
-        sampling = KINDS[facts["kind"]].restore(parse_json(facts["settings"]), tensors)
+        sampling = SAMPLING_KINDS[facts["kind"]].restore(parse_json(facts["settings"]), tensors)
         is_same = digest_of(sampling) == expected
     except Exception:  # safetensors has its own kind of error
         is_same = False
     if not is_same:
-        raise CheckpointError(f"""{place}: is damaged, or is not the sampling of this run;
+        raise CheckpointError(f"""{subject}: is damaged, or is not the sampling of this run;
             without it the order cannot be recomputed""")
     return sampling

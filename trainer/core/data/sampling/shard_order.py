@@ -122,40 +122,40 @@ class ShardOrder:
         """Return the example indices at int64 `positions` of the epoch, of the same shape."""
         step, row = positions // self._batch, positions % self._batch
         lane = row * self._lanes // self._batch
-        place = step * self._each[lane] + row - self._bounds[lane]
+        offset = step * self._each[lane] + row - self._bounds[lane]
         is_tail = positions >= self._used
         if is_any_tail := bool(is_tail.any()):
-            place = place.masked_fill(is_tail, 0)
-        begin, permutation = self._window_at(lane, place)
-        sequence = self._lane_starts[lane] + begin + permutation(place - begin)
+            offset = offset.masked_fill(is_tail, 0)
+        begin, permutation = self._window_at(lane, offset)
+        sequence = self._lane_starts[lane] + begin + permutation(offset - begin)
         if is_any_tail:
             sequence = torch.where(is_tail, positions, sequence)
-        number = torch.searchsorted(self._starts, sequence, right=True) - 1
-        return self._first[self._shards[number]] + sequence - self._starts[number]
+        slot = torch.searchsorted(self._starts, sequence, right=True) - 1
+        return self._first[self._shards[slot]] + sequence - self._starts[slot]
 
     def invert(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the positions of example indices; those of the dropped tail come last."""
         shard = torch.searchsorted(self._first, indices, right=True) - 1
-        number = self._shuffle.invert(shard)
-        sequence = self._starts[number] + indices - self._first[shard]
+        slot = self._shuffle.invert(shard)
+        sequence = self._starts[slot] + indices - self._first[shard]
         is_tail = sequence >= self._used
         inside = sequence.masked_fill(is_tail, 0)
         lane = torch.searchsorted(self._lane_starts[1:], inside, right=True)
-        place = inside - self._lane_starts[lane]
-        begin, permutation = self._window_at(lane, place)
-        place = begin + permutation.invert(place - begin)
-        step, row = place // self._each[lane], place % self._each[lane]
+        offset = inside - self._lane_starts[lane]
+        begin, permutation = self._window_at(lane, offset)
+        offset = begin + permutation.invert(offset - begin)
+        step, row = offset // self._each[lane], offset % self._each[lane]
         return torch.where(is_tail, sequence, step * self._batch + self._bounds[lane] + row)
 
     def _window_at(
-        self, lane: torch.Tensor, place: torch.Tensor
+        self, lane: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, Permutation]:
-        """Return the first place of the window of each place in its lane, and its permutation."""
+        """Return the first offset of the window of each offset in its lane, and its permutation."""
         length, windows = self._lengths[lane], self._windows[lane]
-        number = ((place + 1) * windows - 1) // length
-        begin = number * length // windows
-        size = (number + 1) * length // windows - begin
-        return begin, Permutation(size, *self._key, numbers=number * self._lanes + lane)
+        window = ((offset + 1) * windows - 1) // length
+        begin = window * length // windows
+        size = (window + 1) * length // windows - begin
+        return begin, Permutation(size, *self._key, numbers=window * self._lanes + lane)
 
     def needs(self, rows: tuple[int, int], step: int = 0) -> Iterator[Need]:
         """Yield the shards that rows (start, end) of the batches need from `step` on, by time."""
@@ -166,31 +166,31 @@ class ShardOrder:
     def uses(self, shard: int, rows: tuple[int, int]) -> list[tuple[int, int]]:
         """Return (step, end) of each window in which rows (start, end) of the batches use a shard,
         by time."""
-        place = int(self._shuffle.invert(torch.tensor([shard])))
-        begin, end = self._starts[place : place + 2].tolist()
+        slot = int(self._shuffle.invert(torch.tensor([shard])))
+        begin, end = self._starts[slot : slot + 2].tolist()
         end = min(end, self._used)
         first, last = (row * self._lanes // self._batch for row in (rows[0], rows[1] - 1))
-        found = []
+        intervals = []
         for lane in range(first, last + 1):
             start, length = int(self._lane_starts[lane]), int(self._lengths[lane])
             one, two = max(begin - start, 0), min(end - start, length)
             if one >= two:
                 continue
             each, windows = int(self._each[lane]), int(self._windows[lane])
-            for number in range(
+            for window in range(
                 ((one + 1) * windows - 1) // length, (two * windows - 1) // length + 1
             ):
-                opened, closed = (n * length // windows for n in (number, number + 1))
-                found.append((opened // each, -(-closed // each)))
-        return sorted(found)
+                opened, closed = (n * length // windows for n in (window, window + 1))
+                intervals.append((opened // each, -(-closed // each)))
+        return sorted(intervals)
 
     def _needs_of_lane(self, lane: int, step: int) -> Iterator[Need]:
         length, windows = int(self._lengths[lane]), int(self._windows[lane])
         start, each = int(self._lane_starts[lane]), int(self._each[lane])
         if step * each >= length:
             return
-        for number in range(((step * each + 1) * windows - 1) // length, windows):
-            begin, end = (n * length // windows for n in (number, number + 1))
+        for window in range(((step * each + 1) * windows - 1) // length, windows):
+            begin, end = (n * length // windows for n in (window, window + 1))
             ends = torch.tensor([start + begin, start + end - 1])
             one, last = (torch.searchsorted(self._starts, ends, right=True) - 1).tolist()
             shards = self._shards[one : last + 1]

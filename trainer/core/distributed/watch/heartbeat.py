@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from trainer.core.distributed.watch import watcher
-from trainer.core.distributed.watch.phases import GROUPS, Phase
+from trainer.core.distributed.watch.phases import MESH_GROUPS, Phase
 
 
 class Heartbeat:
@@ -28,11 +28,11 @@ class Heartbeat:
     def enter(self, phase: Phase) -> None:
         """Record the start of a phase."""
         page = self._page
-        now = time.monotonic()
+        phase_start = time.monotonic()
         if page[watcher.PHASE] == Phase.DATA:
-            self._waited_s += now - page[watcher.SINCE]
+            self._waited_s += phase_start - page[watcher.SINCE]
         page[watcher.PHASE] = phase
-        page[watcher.SINCE] = now
+        page[watcher.SINCE] = phase_start
 
     def refresh(self) -> None:
         """Record that the phase may take longer: for a thread of a rank that waits rightly."""
@@ -67,11 +67,11 @@ class Heartbeat:
 
     def wait_in(self, group: str) -> None:
         """Record that this rank waits for the others of a group of the mesh; "": no longer."""
-        self._page[watcher.GROUP] = GROUPS.index(group)
+        self._page[watcher.GROUP] = MESH_GROUPS.index(group)
 
-    def set_place(self, place: str) -> None:
+    def set_place(self, coordinates: str) -> None:
         """Record the coordinates of this rank in the mesh."""
-        data = f"{place}; ".encode()[: len(self._place) - 1] + b"\0" if place else b"\0"
+        data = f"{coordinates}; ".encode()[: len(self._place) - 1] + b"\0" if coordinates else b"\0"
         self._place[: len(data)] = data
 
     def set_directory(self, directory: str) -> None:

@@ -18,8 +18,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 MAX_ANSWER = 2**18  # bytes of a mailbox; unused pages of it take no memory
-ASK = b"?"
-PATIENCE_S = 2.0  # reading 2,000 collectives takes 0.15 s
+ASK_BYTE = b"?"
+ANSWER_PATIENCE_S = 2.0  # reading 2,000 collectives takes 0.15 s
 
 Value = TypeVar("Value")
 
@@ -42,12 +42,12 @@ class History:
         self.calls = {call.number: call for call in (CollectiveCall(*each) for each in calls)}
         self.waits_in = min((n for n, call in self.calls.items() if not call.is_done), default=None)
 
-    def describe(self, number: int) -> str:
+    def describe(self, ordinal: int) -> str:
         """Describe a collective, such as "all_reduce number 17 of the world (3 float32)"."""
         of = {"default_pg": "the world", "undefined": f"the group of {name_ranks(self.members)}"}
         group = of.get(self._description, f"the {self._description} group")
-        call = self.calls[number]
-        return f"{call.name} number {number} of {group}" + f" ({call.shape})" * bool(call.shape)
+        call = self.calls[ordinal]
+        return f"{call.name} number {ordinal} of {group}" + f" ({call.shape})" * bool(call.shape)
 
 
 Answer = Mapping[str, History]  # by group
@@ -78,7 +78,7 @@ class Mailbox:
         """Ask the rank. Return False if nobody will answer."""
         self._before = self._count[0]
         with suppress(OSError):
-            return os.write(self._pipe, ASK) > 0
+            return os.write(self._pipe, ASK_BYTE) > 0
         return False
 
     def has_answer(self) -> bool:
@@ -93,7 +93,7 @@ class Mailbox:
 def ask(mailboxes: Mapping[int, Mailbox]) -> dict[int, Answer]:
     """Ask ranks for their last collectives; return those of the ranks that answer in time."""
     asked = {rank: mailbox for rank, mailbox in mailboxes.items() if mailbox.ask()}
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + ANSWER_PATIENCE_S
     while not all(each.has_answer() for each in asked.values()) and time.monotonic() < end:
         time.sleep(0.01)
     answers = {}
@@ -109,37 +109,37 @@ def describe(answers: Mapping[int, Answer], ranks: Collection[int]) -> Iterator[
     for key in sorted({key for answer in answers.values() for key in answer}):
         histories = {rank: answer[key] for rank, answer in answers.items() if key in answer}
         waits = {rank: each.waits_in for rank, each in histories.items() if each.waits_in}
-        for number in sorted({*waits.values()}):
-            first = [rank for rank in waits if waits[rank] == number]
+        for ordinal in sorted({*waits.values()}):
+            first = [rank for rank in waits if waits[rank] == ordinal]
             others = {*histories[first[0]].members}.intersection(ranks).difference(first)
-            places = {
-                rank: _place(number, histories.get(rank), rank in answers)
+            clauses = {
+                rank: _place(ordinal, histories.get(rank), rank in answers)
                 for rank in (*first, *sorted(others))
             }
             yield "; ".join(
-                f"{name_ranks(who)} {place[len(who) > 1]} {place[2]}"
-                for place, who in ranks_by_value(places).items()
+                f"{name_ranks(who)} {clause[len(who) > 1]} {clause[2]}"
+                for clause, who in ranks_by_value(clauses).items()
             )
 
 
-def _place(number: int, history: History | None, has_answered: bool) -> tuple[str, str, str]:
+def _place(ordinal: int, history: History | None, has_answered: bool) -> tuple[str, str, str]:
     """Return where a rank is, as seen from a collective: a verb, its plural, and the rest."""
     if not has_answered:
         return ("does", "do", "not answer and may not have come to it")
-    if history is None or max(history.calls) < number:
+    if history is None or max(history.calls) < ordinal:
         return ("has", "have", "not come to it")
-    what = history.describe(number) if number in history.calls else "it"
-    if history.waits_in == number:
+    what = history.describe(ordinal) if ordinal in history.calls else "it"
+    if history.waits_in == ordinal:
         return ("waits", "wait", f"in {what}")
     return ("has", "have", f"finished {what}")
 
 
 def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
     """Return the ranks that have each value, in the order of the first rank that has it."""
-    found: dict[Value, list[int]] = {}
+    ranks: dict[Value, list[int]] = {}
     for rank, value in values.items():
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -160,7 +160,7 @@ PATIENCE = 5  # times the limit, before the first step and while saving
 STRAGGLER = 3.0  # times the median
 STRAGGLER_STEPS = 50
 # The groups of a mesh; 0: none of these.
-GROUPS = ("", "pipeline", "replicate", "shard", "context", "tensor", "data")
+MESH_GROUPS = ("", "pipeline", "replicate", "shard", "context", "tensor", "data")
 PHASES = (
     "start-up",
     "building data and model",

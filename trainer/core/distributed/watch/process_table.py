@@ -31,8 +31,8 @@ class ExitFile:
         """
         directory = Path(self._find_directory() or os.devnull)
         path = directory / "exit.json"
-        known = str(_read(path).get("reason", ""))
-        if known and not (replaced and replaced in known):
+        former_reason = str(_read(path).get("reason", ""))
+        if former_reason and not (replaced and replaced in former_reason):
             return
         if self._writer and _read(directory / ".writer").get("token") not in (None, self._writer):
             return  # a restart
@@ -46,8 +46,8 @@ class ExitFile:
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-        return found if isinstance(found, dict) else {}
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        return content if isinstance(content, dict) else {}
     return {}
 
 
@@ -94,16 +94,16 @@ def list_children(pid: int) -> list[int]:
     return []
 
 
-def send(pid: int, number: int) -> None:
+def send(pid: int, signal_number: int) -> None:
     with suppress(OSError):
-        os.kill(pid, number)
+        os.kill(pid, signal_number)
 
 
-def signal_main_thread(pid: int, number: int) -> None:
+def signal_main_thread(pid: int, signal_number: int) -> None:
     """Send a signal to the main thread.
 
     A stopped process gives a signal of its own to any of its threads when it continues. 2 of 100
     such processes crashed: that thread read the stack of the main thread, which ran meanwhile.
     """
-    if TGKILL is None or ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(number)):
-        send(pid, number)
+    if TGKILL is None or ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(signal_number)):
+        send(pid, signal_number)

@@ -20,8 +20,8 @@ from typing import Any
 
 from trainer.core.distributed.watch import phases
 from trainer.core.distributed.watch.phases import (
-    GROUPS,
     HOST,
+    MESH_GROUPS,
     PHASES,
     Phase,
     State,
@@ -47,8 +47,8 @@ DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 # Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place. Behind it
-# is the rank's mailbox, up to SIZE, and then its stacks.
-SIZE = mmap.PAGESIZE + phases.MAX_ANSWER
+# is the rank's mailbox, up to MMAP_BYTES, and then its stacks.
+MMAP_BYTES = mmap.PAGESIZE + phases.MAX_ANSWER
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, GROUP, FIELDS = range(8)
 MAX_PATH = 3000
 ALL_WAIT = "every rank waits for another"
@@ -56,15 +56,15 @@ ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of 
 
 # A rank that loses another one; the watcher that ends or misses the other knows more.
 LOST = "another rank has exited or does not answer"
-KILLED = "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
+WHY_IT_ENDED = "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
 
 OTHER_NODES_FIRST = 1.5  # times the limit, if all ranks of this node wait
-POLL_S = 0.25
+WATCH_POLL_S = 0.25
 ASLEEP_S = 2.0  # a longer gap between two checks: the machine, and so the ranks, were suspended
-STOPPED = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
+STOPPED_STATES = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
 # A rank that builds data and model is working, not hung, above either of these.
 LEAST_LOAD = 0.05  # of a core
-LEAST_BYTES = 2**16  # read or written
+LEAST_BYTES_MOVED = 2**16  # read or written
 LOAD_S = 0.5  # the shortest interval over which they are measured
 ENDING_S = 0.5  # between a process's files being closed and its exit
 BEREFT_S = 5.0  # a rank still waits for its device that long after another one has ended
@@ -83,7 +83,7 @@ class Rank:
         self._work = (time.monotonic(), 0.0, 0)
         self._worked = 0.0
         with open(self._memory, "rb") as file:
-            self._page = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
+            self._page = mmap.mmap(file.fileno(), MMAP_BYTES, prot=mmap.PROT_READ)
         pipe = f"/proc/{self.pid}/fd/{facts['pipe']}"
         self.mailbox = phases.Mailbox(memoryview(self._page)[mmap.PAGESIZE :], pipe)
 
@@ -108,20 +108,20 @@ class Rank:
             seconds=seconds,
             total=fields[TOTAL],
             steps=int(fields[STEPS]),
-            group=GROUPS[int(fields[GROUP])],
-            is_stopped=kernel_state(self.pid) in STOPPED,
-            stopped_children=[pid for pid in below if kernel_state(pid) in STOPPED],
+            group=MESH_GROUPS[int(fields[GROUP])],
+            is_stopped=kernel_state(self.pid) in STOPPED_STATES,
+            stopped_children=[pid for pid in below if kernel_state(pid) in STOPPED_STATES],
         )
 
     def _last_work(self) -> float:
         """Return when it last used the CPU or files: preprocessing may take long."""
-        now = time.monotonic()
+        clock = time.monotonic()
         then, spent, moved = self._work
         pids = (self.pid, *list_children(self.pid))
-        work = (now, sum(map(seconds_of_work, pids)), sum(map(bytes_moved, pids)))
-        if work[1] - spent > LEAST_LOAD * (now - then) or work[2] - moved > LEAST_BYTES:
-            self._worked = now
-        if now - then > LOAD_S:
+        work = (clock, sum(map(seconds_of_work, pids)), sum(map(bytes_moved, pids)))
+        if work[1] - spent > LEAST_LOAD * (clock - then) or work[2] - moved > LEAST_BYTES_MOVED:
+            self._worked = clock
+        if clock - then > LOAD_S:
             self._work = work
         return self._worked
 
@@ -162,7 +162,7 @@ class Watcher:
     def __init__(self, settings: Mapping[str, Any]):
         self._timeout_s: float = settings["timeout_s"]
         self._is_only_node: bool = settings["is_only_node"]
-        self._ranks = [Rank(facts, number == 0) for number, facts in enumerate(settings["ranks"])]
+        self._ranks = [Rank(facts, index == 0) for index, facts in enumerate(settings["ranks"])]
         self._stragglers = Stragglers()
         self._looked = time.monotonic()
         self._woke = self._looked
@@ -171,10 +171,10 @@ class Watcher:
 
     def look(self) -> bool:
         """Check once. Return True at the end: a rank has exited, or all ranks were killed."""
-        now = time.monotonic()
-        if now - self._looked > ASLEEP_S:
-            self._woke = now
-        self._looked = now
+        clock = time.monotonic()
+        if clock - self._looked > ASLEEP_S:
+            self._woke = clock
+        self._looked = clock
         self._exit.find_writer()
         states = [state for rank in self._ranks if (state := rank.read(self._woke))]
         if len(states) < len(self._ranks):
@@ -184,7 +184,7 @@ class Watcher:
             rank.stop_if_orphan()
         states = [state for state in states if state.phase != Phase.LEFT]
         overdue = max((s.seconds / s.patience for s in states), default=0.0) / self._timeout_s
-        if overdue > 1 and now > self._next_report:
+        if overdue > 1 and clock > self._next_report:
             return self._judge(states, overdue)
         if len(states) == len(self._ranks):
             self._stragglers.report(states)
@@ -200,7 +200,7 @@ class Watcher:
                 step = int(fields[STEP])
                 where = f"in {PHASES[phase]}, at step {step}"
                 who = f"rank {rank.rank} (process {rank.pid} on {HOST})"
-                line = f"{who} ended without an error message {where}: {KILLED}"
+                line = f"{who} ended without an error message {where}: {WHY_IT_ENDED}"
                 say(f"error: {line}")
                 reasons[line] = step
         if reasons:
@@ -215,17 +215,19 @@ class Watcher:
         waiting = self._list_bereft()
         end = time.monotonic() + BEREFT_S
         while waiting and time.monotonic() < end:
-            time.sleep(POLL_S)
-            now = self._list_bereft()
-            waiting = {rank: since for rank, since in waiting.items() if now.get(rank) == since}
+            time.sleep(WATCH_POLL_S)
+            still_waiting = self._list_bereft()
+            waiting = {
+                rank: since for rank, since in waiting.items() if still_waiting.get(rank) == since
+            }
         for rank in waiting:
             rank.kill()
 
     def _list_bereft(self) -> dict[Rank, float]:
         """Return the ranks that wait for their device, and since when."""
         alive = {r: r.fields() for r in self._ranks if r.read(self._woke) is not None}
-        found = {r: fields[SINCE] for r, fields in alive.items() if fields[PHASE] == Phase.DEVICE}
-        return found if len(alive) < len(self._ranks) else {}
+        waiting = {r: fields[SINCE] for r, fields in alive.items() if fields[PHASE] == Phase.DEVICE}
+        return waiting if len(alive) < len(self._ranks) else {}
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
@@ -278,7 +280,7 @@ class Watcher:
         They are read one after another, and a collective may end in between: the first rank is
         then seen in it, the last one in the next collective.
         """
-        time.sleep(POLL_S)
+        time.sleep(WATCH_POLL_S)
         return self._read_stacks(states) != stacks
 
     def _report(
@@ -304,19 +306,19 @@ class Watcher:
 
 def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
     """Describe the phases, or the collectives in them, in which ranks are blocked."""
-    places = {}
+    phase_texts = {}
     for s in states:
         other = "a collective in " * (s.phase != Phase.REDUCE)
         group = f"the {s.group} group in " if s.group else other
-        places[s.rank] = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
-    for place, ranks in ranks_by_value(places).items():
-        yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
+        phase_texts[s.rank] = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
+    for phase_text, ranks in ranks_by_value(phase_texts).items():
+        yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {phase_text}"
 
 
 def main() -> None:
     """Watch until a rank exits, or the rank that started this process writes a second line."""
-    for number in OF_A_JOB:
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks
+    for signal_number in OF_A_JOB:
+        signal.signal(signal_number, signal.SIG_IGN)  # they are meant for the ranks
     with open(0, "rb", buffering=0) as lines:  # unbuffered, so that `select` notices a second line
         settings = json.loads(lines.readline())
         try:
@@ -324,7 +326,7 @@ def main() -> None:
         except OSError:
             return  # a rank has exited already
         while not watcher.look():
-            if select.select([lines], [], [], min(POLL_S, settings["timeout_s"] / 10))[0]:
+            if select.select([lines], [], [], min(WATCH_POLL_S, settings["timeout_s"] / 10))[0]:
                 if not lines.read(1):
                     time.sleep(ENDING_S)  # the rank that started this process is exiting
                 watcher.tell_ends()

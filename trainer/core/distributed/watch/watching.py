@@ -30,12 +30,18 @@ from trainer.core.distributed.group import Group
 from trainer.core.distributed.signals import PARENT
 from trainer.core.distributed.watch import watcher
 from trainer.core.distributed.watch.heartbeat import Heartbeat
-from trainer.core.distributed.watch.phases import ASK, PATIENCE_S, CollectiveCall, Mailbox, Phase
+from trainer.core.distributed.watch.phases import (
+    ANSWER_PATIENCE_S,
+    ASK_BYTE,
+    CollectiveCall,
+    Mailbox,
+    Phase,
+)
 from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError
 
-END = b"."
-MOST = 1000  # collectives of each recorder
+END_BYTE = b"."
+MOST_COLLECTIVES = 1000  # of each recorder
 _C10D: Any = getattr(torch._C, "_distributed_c10d", None)
 # torch records by default. NCCL has a recorder of its own.
 _RECORDERS: list[Callable[[], bytes]] = [
@@ -43,7 +49,7 @@ _RECORDERS: list[Callable[[], bytes]] = [
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     if hasattr(_C10D, name)
 ]
-_DTYPES = {
+_NAMES_OF_DTYPES = {
     **{"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"},
     **{"Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64"},
 }
@@ -65,8 +71,8 @@ def answering(mailbox: Mailbox) -> Iterator[int | None]:
     try:
         yield pipe
     finally:
-        os.write(end, END)
-        thread.join(PATIENCE_S)
+        os.write(end, END_BYTE)
+        thread.join(ANSWER_PATIENCE_S)
         if not thread.is_alive():  # else torch waits for a device that hangs
             os.close(pipe)
             os.close(end)
@@ -75,7 +81,7 @@ def answering(mailbox: Mailbox) -> Iterator[int | None]:
 def _answer(pipe: int, mailbox: Mailbox) -> None:
     """Answer until the end; with an empty text if this version of torch records something else."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread gets them
-    while os.read(pipe, 1) == ASK:
+    while os.read(pipe, 1) == ASK_BYTE:
         text = ""
         with suppress(RuntimeError, ValueError, LookupError, TypeError, AttributeError):
             text = json.dumps(_read_recorders())
@@ -86,7 +92,7 @@ def _read_recorders() -> dict[str, Any]:
     """Return the last collectives of each group."""
     groups: dict[tuple[str, str, str], dict[int, CollectiveCall]] = {}
     for read in _RECORDERS:
-        for entry in json.loads(read()).get("entries", [])[-MOST:]:
+        for entry in json.loads(read()).get("entries", [])[-MOST_COLLECTIVES:]:
             backend, _, name = entry["profiling_name"].partition(":")
             is_done = entry["retired"] or entry["state"] == "completed"
             call = CollectiveCall(entry["collective_seq_id"], name, _shape(entry), is_done)
@@ -110,9 +116,11 @@ def _of_group(name: str, description: str, calls: dict[int, CollectiveCall]) -> 
 def _shape(entry: dict[str, Any]) -> str:
     """Return the number and the dtype of the elements; "" if there are none."""
     kind = "input" if entry["input_dtypes"] else "output"
-    number = sum(math.prod(sizes) for sizes in entry[f"{kind}_sizes"])
-    dtypes = sorted({_DTYPES.get(dtype, dtype.lower()) for dtype in entry[f"{kind}_dtypes"]})
-    return f"{number:,} {'/'.join(dtypes)}" if dtypes else ""
+    element_count = sum(math.prod(sizes) for sizes in entry[f"{kind}_sizes"])
+    dtypes = sorted(
+        {_NAMES_OF_DTYPES.get(dtype, dtype.lower()) for dtype in entry[f"{kind}_dtypes"]}
+    )
+    return f"{element_count:,} {'/'.join(dtypes)}" if dtypes else ""
 
 
 START = (
@@ -128,15 +136,15 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
         yield Heartbeat(memoryview(bytearray(mmap.PAGESIZE)))
         return
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if 0 <= most < watcher.SIZE:  # it limits files in memory too
+    if 0 <= most < watcher.MMAP_BYTES:  # it limits files in memory too
         raise ConfigError(f"""ulimit -f: a file may have at most {most:,} bytes,
-            and a run needs {watcher.SIZE:,} and room for its checkpoints; raise the limit""")
+            and a run needs {watcher.MMAP_BYTES:,} and room for its checkpoints; raise the limit""")
     memory = os.memfd_create("lockstep-heartbeat")
-    os.ftruncate(memory, watcher.SIZE)
-    shared = memoryview(mmap.mmap(memory, watcher.SIZE))
+    os.ftruncate(memory, watcher.MMAP_BYTES)
+    shared = memoryview(mmap.mmap(memory, watcher.MMAP_BYTES))
     heartbeat = Heartbeat(shared)
     heartbeat.enter(Phase.START)
-    os.lseek(memory, watcher.SIZE, os.SEEK_SET)
+    os.lseek(memory, watcher.MMAP_BYTES, os.SEEK_SET)
     faulthandler.register(watcher.DUMP, file=memory, all_threads=False)  # others may be running
     process: subprocess.Popen[bytes] | None = None
     with answering(Mailbox(shared[mmap.PAGESIZE :])) as pipe:

@@ -134,7 +134,7 @@ class Record(Sink):
 
 
 Say = Callable[[str], None]
-PATIENCE_S = 30.0  # for one call, and at the end for all that are left
+OBSERVER_PATIENCE_S = 30.0  # for one call, and at the end for all that are left
 
 
 class Observer:
@@ -182,12 +182,12 @@ class Observed(Sink):
         self._calls.put(lambda observer: observer.start(step))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        found = dict(values)
-        self._later(lambda observer: observer.scalars(step, found))
+        copied_values = dict(values)
+        self._later(lambda observer: observer.scalars(step, copied_values))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        found = dict(metrics)
-        self._later(lambda observer: observer.evaluation(step, found))
+        copied_metrics = dict(metrics)
+        self._later(lambda observer: observer.evaluation(step, copied_metrics))
 
     def saved(self, step: int, path: Path) -> None:
         self._later(lambda observer: observer.checkpoint(step, path))
@@ -197,15 +197,15 @@ class Observed(Sink):
 
     def close(self) -> None:
         self._calls.put(None)
-        self._thread.join(0.0 if self._problem else PATIENCE_S)
+        self._thread.join(0.0 if self._problem else OBSERVER_PATIENCE_S)
         if self._thread.is_alive() and not self._problem:
-            self._problem = f"has not taken everything within {PATIENCE_S:.0f} s"
+            self._problem = f"has not taken everything within {OBSERVER_PATIENCE_S:.0f} s"
         self._tell()
 
     def _later(self, call: Callable[[Observer], None]) -> None:
         since = self._since
-        if since is not None and time.monotonic() - since > PATIENCE_S:
-            self._problem = self._problem or f"has not returned within {PATIENCE_S:.0f} s"
+        if since is not None and time.monotonic() - since > OBSERVER_PATIENCE_S:
+            self._problem = self._problem or f"has not returned within {OBSERVER_PATIENCE_S:.0f} s"
         self._tell()
         if not self._problem:
             self._calls.put(call)

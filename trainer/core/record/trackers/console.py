@@ -12,14 +12,14 @@ from trainer.core.errors import visible
 from trainer.core.process.streams import CurrentOutput, build_table, width_of
 from trainer.core.record.trackers import SAMPLES, Sink
 
-SHOWN = {  # beside the losses, once they are logged
+PROGRESS = {  # beside the losses, once they are logged
     "optim/lr": "lr {:,.3g}",
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
 LINE_EVERY_S = 5.0
 QUIET_S = 30.0  # without a logged value; then a line has the time left alone
-NOTEBOOK = 100  # columns that the line of progress covers
-WIDE = 80  # columns of a terminal with room for a bar
+NOTEBOOK_COLUMNS = 100  # columns that the line of progress covers
+WIDE_COLUMNS = 80  # columns of a terminal with room for a bar
 NOTICES = ("warning: ", "hint: ", "slower than ", "with more ", "without ")
 LABEL = re.compile(r"(?=.{7} \S)[\w.-]+ +(?<=.{8})\S")  # of a line of the start
 BAR_EVERY_S = 0.2
@@ -76,23 +76,23 @@ class Console(Sink):
                     self.say(f"    {line}")
 
     def progress(self, step: int, num_steps: int, is_last: bool) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._first_step is None:  # it compiles and chooses kernels: later ones are faster
-            self._first_step, self._began = step, now
+            self._first_step, self._began = step, now_s
         is_new = self._is_live or self._values
-        if now - self._last < (self._every_s if is_new else QUIET_S) and not is_last:
+        if now_s - self._last < (self._every_s if is_new else QUIET_S) and not is_last:
             return
-        self._last = now
+        self._last = now_s
         values = self._values
         parts = [f"{name} {values[f'train/{name}']:,.4f}" for name in _losses(values)]
-        parts += [words.format(values[name]) for name, words in SHOWN.items() if name in values]
+        parts += [words.format(values[name]) for name, words in PROGRESS.items() if name in values]
         if step > self._first_step or is_last:
-            per_step = (now - self._began) / max(1, step - self._first_step)
+            per_step = (now_s - self._began) / max(1, step - self._first_step)
             parts.append(f"{_clock(per_step * (num_steps - step))} left")
         shown = "  ".join(parts)
         if self._is_notebook:
             line = f"step {step:,}/{num_steps:,}  {shown}"
-            self._terminal.file.write(f"\r{line:<{NOTEBOOK}}")
+            self._terminal.file.write(f"\r{line:<{NOTEBOOK_COLUMNS}}")
             self._is_line_open = not is_last
             if is_last:
                 self._terminal.file.write("\n")
@@ -113,7 +113,7 @@ class Console(Sink):
 
         label = TextColumn("{task.fields[shown]}")
         bar = BarColumn(None, complete_style="green", finished_style="green")
-        is_wide = self._terminal.width >= WIDE
+        is_wide = self._terminal.width >= WIDE_COLUMNS
         columns = (TextColumn("step"), *[bar] * is_wide, MofNCompleteColumn(), label)
         self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
         self._bar.add_task("train", total=num_steps, shown="")

@@ -197,9 +197,9 @@ class MetricsFile:
                 self._follow()
                 self._write()
                 if self._is_barred and not os.fstat(self._descriptor).st_nlink:
-                    kept = self._path.with_name(f"kept-{self._path.name}")
-                    replace_file(kept, _read(self._descriptor))
-                    self._warn(f"{self._path}: is not a file, its lines are in {kept.name}")
+                    kept_path = self._path.with_name(f"kept-{self._path.name}")
+                    replace_file(kept_path, _read(self._descriptor))
+                    self._warn(f"{self._path}: is not a file, its lines are in {kept_path.name}")
             finally:
                 os.close(self._descriptor)
 
@@ -250,8 +250,8 @@ class MetricsFile:
     def _is_appended(self, size: int) -> bool:
         """Return True if lines were added behind the one that was written last."""
         begin = max(0, self._size - len(self._last))
-        found = os.pread(self._descriptor, max(0, size - begin), begin)
-        return size > self._size and found.startswith(self._last) and found.endswith(b"\n")
+        tail = os.pread(self._descriptor, max(0, size - begin), begin)
+        return size > self._size and tail.startswith(self._last) and tail.endswith(b"\n")
 
     def _restore(self, lines: Iterable[str], what: str) -> None:
         """Write those lines again that the file lacks after its last step."""
@@ -273,9 +273,9 @@ def _lines_after(text: str, lines: Iterable[str]) -> Iterable[str]:
     """Yield the lines that follow the last step of a file's text, or belong to it."""
     there = [entry for _, entry in run_directory.parse_entries(text.splitlines())]
     last = max((entry["step"] for entry in there), default=-1)
-    known = {frozenset(entry) for entry in there if entry["step"] == last}
+    last_entries = {frozenset(entry) for entry in there if entry["step"] == last}
     for line, entry in run_directory.parse_entries(lines):
-        if entry["step"] > last or (entry["step"] == last and frozenset(entry) not in known):
+        if entry["step"] > last or (entry["step"] == last and frozenset(entry) not in last_entries):
             yield line
 
 
@@ -287,7 +287,7 @@ def _read(descriptor: int) -> str:
 def _drop_beyond(path: Path, step: int) -> None:
     """Drop entries after `step`, and a truncated last line."""
     if path.exists():
-        kept = [
+        lines = [
             f"{line}\n" for line, entry in run_directory.read_entries(path) if entry["step"] <= step
         ]
-        replace_file(path, "".join(kept))
+        replace_file(path, "".join(lines))

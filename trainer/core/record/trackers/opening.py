@@ -17,8 +17,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.record.trackers import Observed, Observer, Say, Sink
 from trainer.core.record.trackers.jsonl import CsvFile
 
-KNOWN = "trackers.json"  # in the run directory: its runs in the services
-MOST_OF_KNOWN = 2**16  # bytes of it
+TRACKED_RUNS = "trackers.json"  # in the run directory: its runs in the services
+MOST_OF_TRACKED_RUNS = 2**16  # bytes of it
 
 
 def open_trackers(config: Config, directory: Path, step: int, say: Say) -> list[Sink]:
@@ -59,10 +59,10 @@ class KnownObserver(Observer):
 
     def known(self, make: Callable[[], str]) -> tuple[str, bool]:
         """Return the name of this run's run there, and whether an earlier process made it."""
-        path = self.directory / KNOWN
-        found = read_json(path, MOST_OF_KNOWN) if path.exists() else {}
-        is_known = isinstance(found.get(self.name), str)
+        path = self.directory / TRACKED_RUNS
+        names = read_json(path, MOST_OF_TRACKED_RUNS) if path.exists() else {}
+        is_known = isinstance(names.get(self.name), str)
         if not is_known:
-            found[self.name] = make()
-            replace_file(path, json.dumps(found) + "\n")
-        return found[self.name], is_known
+            names[self.name] = make()
+            replace_file(path, json.dumps(names) + "\n")
+        return names[self.name], is_known

@@ -21,7 +21,7 @@ from trainer.core.config.schema import Config
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 
-SMALL = 2**15  # elements in a group; above it, copying on a CPU takes longer than a kernel call
+SMALL_GROUP = 2**15  # elements; above it, copying on a CPU takes longer than a kernel call
 INSTANCES = "instance_norm"  # torch's function, which calls the same kernels for each row by itself
 _ATEN = torch.ops.aten
 KERNELS = {
@@ -53,10 +53,10 @@ def describe_cut_statistics(model: nn.Module, config: Config, accumulation: int)
     is_synced = config.strategy.sync_batchnorm
     if not any(each.training for each in layers if is_synced or _is_synchronized(each)):
         return ""
-    given = "strategy.sync_batchnorm=true" if is_synced else "nn.SyncBatchNorm"
+    cause = "strategy.sync_batchnorm=true" if is_synced else "nn.SyncBatchNorm"
     rows = config.data.most_rows
     return (
-        f"{given}: BatchNorm sees one of {accumulation} micro-batches at a time "
+        f"{cause}: BatchNorm sees one of {accumulation} micro-batches at a time "
         f"(data.micro_batch={rows}), so results depend on the layout; set data.micro_batch=null, "
         f"use more ranks, or set run.norm_rows={rows} without SyncBN"
     )
@@ -114,12 +114,12 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None, is_alone: boo
     SyncBatchNorm refuses a CPU, and on CUDA it waits for the device in each layer. Raises
     ConfigError for a layer that cannot be converted.
     """
-    given = "strategy.sync_batchnorm=true"
+    setting = "strategy.sync_batchnorm=true"
     for name, layer in model.named_modules():
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            raise ConfigError(f"""{given}: {name} is a {type(layer).__name__},
+            raise ConfigError(f"""{setting}: {name} is a {type(layer).__name__},
                 whose running statistics are not; set track_running_stats=False""")
-    layers = _convertible(model, given, nn.SyncBatchNorm.forward)
+    layers = _convertible(model, setting, nn.SyncBatchNorm.forward)
     for layer in () if is_alone else layers:
         _convert(layer, SyncBatchNorm)
         layer.process_group = group  # type: ignore[assignment]
@@ -137,7 +137,7 @@ def normalize_groups(model: nn.Module, rows: int) -> None:
     model.register_forward_pre_hook(groups.count, with_kwargs=True)
 
 
-def _convertible(model: nn.Module, given: str, *others: Any) -> list[_BatchNorm]:
+def _convertible(model: nn.Module, setting: str, *others: Any) -> list[_BatchNorm]:
     """Return the BatchNorm layers, whose forward passes are torch's or one of `others`.
 
     Raises ConfigError for a layer that computes something else.
@@ -149,9 +149,9 @@ def _convertible(model: nn.Module, given: str, *others: Any) -> list[_BatchNorm]
         kind = type(layer)
         is_synced = issubclass(kind, nn.SyncBatchNorm) and not others
         if issubclass(kind, _LazyNormBase) or is_synced:
-            raise ConfigError(f"{given}: {name} is a {kind.__name__}; use nn.BatchNorm2d")
+            raise ConfigError(f"{setting}: {name} is a {kind.__name__}; use nn.BatchNorm2d")
         if has_own_forward(layer, *others):
-            raise ConfigError(f"""{given}: {name} is a {kind.__name__} with a forward pass of its
+            raise ConfigError(f"""{setting}: {name} is a {kind.__name__} with a forward pass of its
                 own; use nn.BatchNorm2d, and the rest beside it, or strategy=exact instead""")
         layers.append(layer)
     return layers
@@ -177,10 +177,10 @@ def _joined(base: type, kind: type) -> Any:
 class FunctionalBatchNorm(TorchDispatchMode):
     """Raises ConfigError where a model normalises over rows by a function instead of a layer."""
 
-    def __init__(self, model: nn.Module, given: str):
+    def __init__(self, model: nn.Module, setting: str):
         super().__init__()
         self._names = {module: name for name, module in model.named_modules()}
-        self._given = given
+        self._given = setting
 
     @classmethod
     def watch(cls, model: nn.Module, config: Config) -> AbstractContextManager[Any]:
@@ -237,25 +237,25 @@ class GroupBatchNorm(_BatchNorm):
     groups: Groups
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        number = self.groups.number
+        num_groups = self.groups.number
         if self.training:
             self.groups.check(len(input))
-        if not self.training or number == 1:
+        if not self.training or num_groups == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        is_slow_to_copy = input.device.type == "cpu" and input.numel() > number * SMALL
+        is_slow_to_copy = input.device.type == "cpu" and input.numel() > num_groups * SMALL_GROUP
         output, statistics = (self._one_by_one if is_slow_to_copy else self._folded)(input)
         self._update(statistics)
         return output
 
     def _folded(self, input: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Normalise all groups at once, each as separate channels."""
-        number = self.groups.number
+        num_groups = self.groups.number
         is_first = input.is_contiguous()
         moved = input if is_first else input.movedim(1, -1)
-        shape = (number, -1, self.num_features, math.prod(input.shape[2:]) if is_first else 1)
+        shape = (num_groups, -1, self.num_features, math.prod(input.shape[2:]) if is_first else 1)
         folded = moved.reshape(shape).transpose(0, 1)
-        output, *statistics = self._normalize(folded.flatten(1, 2), number)
+        output, *statistics = self._normalize(folded.flatten(1, 2), num_groups)
         output = output.view(folded.shape).transpose(0, 1).reshape(moved.shape)
         return output if is_first else output.movedim(-1, 1), [statistics]
 
@@ -268,14 +268,14 @@ class GroupBatchNorm(_BatchNorm):
         results = [self._normalize(group) for group in input.chunk(self.groups.number)]
         return torch.cat([output for output, *_ in results]), [rest for _, *rest in results]
 
-    def _normalize(self, input: torch.Tensor, number: int = 1) -> tuple[Any, Any, Any]:
+    def _normalize(self, input: torch.Tensor, num_groups: int = 1) -> tuple[Any, Any, Any]:
         """Return output, means and variances for groups that lie side by side as channels."""
         mean = variance = None
         if self.running_mean is not None and self.running_var is not None:
-            mean = self.running_mean.new_zeros(number * self.num_features)
-            variance = self.running_var.new_zeros(number * self.num_features)
-        weight = None if self.weight is None else self.weight.repeat(number)
-        bias = None if self.bias is None else self.bias.repeat(number)
+            mean = self.running_mean.new_zeros(num_groups * self.num_features)
+            variance = self.running_var.new_zeros(num_groups * self.num_features)
+        weight = None if self.weight is None else self.weight.repeat(num_groups)
+        bias = None if self.bias is None else self.bias.repeat(num_groups)
         # With momentum 1, batch_norm writes the groups' own mean and variance.
         output = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         return output, mean, variance

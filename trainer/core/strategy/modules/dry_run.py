@@ -23,8 +23,8 @@ from trainer.core.config.schema import Config, StrategySettings
 from trainer.core.errors import ConfigError
 from trainer.core.state import is_large_frozen
 
-NOISE = 0.05  # of a weight
-REPEATED = 2**16 + 1  # elements of noise: a prime, so that rows of a matrix differ, up to as many
+WEIGHT_NOISE = 0.05  # of a weight
+NOISE_SIZE = 2**16 + 1  # elements of noise: a prime, so that rows of a matrix differ, up to as many
 LARGE_BYTES = 2**27  # of a model, which takes half a second and more for a row on a CPU
 
 
@@ -92,17 +92,17 @@ class FrozenKept(FlopCounter):
         kwargs = kwargs or {}
         schema = func._schema
         is_sent = func.namespace == "c10d"  # whose schemas do not say what is written
-        for number, argument in enumerate(schema.arguments if schema.is_mutable or is_sent else ()):
+        for index, argument in enumerate(schema.arguments if schema.is_mutable or is_sent else ()):
             if is_sent or (argument.alias_info is not None and argument.alias_info.is_write):
-                self._keep(args[number] if number < len(args) else kwargs.get(argument.name))
+                self._keep(args[index] if index < len(args) else kwargs.get(argument.name))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _keep(self, written: Any) -> None:
         for each in tree_leaves(written):
-            place = _place(each)
-            if place in self._places and place not in self._copies:
-                found = [values for _, values in self._before if _place(values) == place]
-                self._copies[place] = [(values, values.clone()) for values in found]
+            address = _place(each)
+            if address in self._places and address not in self._copies:
+                views = [values for _, values in self._before if _place(values) == address]
+                self._copies[address] = [(values, values.clone()) for values in views]
 
     @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
@@ -148,13 +148,16 @@ def perturb(weights: torch.Tensor, noise: torch.Generator) -> None:
     The noise of a large tensor repeats: all of SmolLM2's would take 1.2 s to draw.
     """
     if weights.is_floating_point() and weights.numel():
-        drawn = torch.randn(min(weights.numel(), REPEATED), generator=noise).to(weights) * NOISE
+        drawn = (
+            torch.randn(min(weights.numel(), NOISE_SIZE), generator=noise).to(weights)
+            * WEIGHT_NOISE
+        )
         wide = torch.promote_types(weights.dtype, torch.float32)
         mean = torch.linalg.vector_norm(weights, 1, dtype=wide) / weights.numel()
-        floor = mean.to(weights).clamp_min(NOISE)
+        floor = mean.to(weights).clamp_min(WEIGHT_NOISE)
         added, factors = drawn * floor, drawn.clamp(-0.5, 0.5)
         flat = weights.reshape(-1)
-        for part in flat.split(REPEATED):
+        for part in flat.split(NOISE_SIZE):
             size = len(part)
             part += torch.where(part == 0, added[:size], part * factors[:size])
         if flat.data_ptr() != weights.data_ptr():  # in another order than rows
@@ -181,8 +184,8 @@ def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> lis
 
 MOST_KNOWN = 20_000  # forms of calls that are remembered: a batch of another length has others
 
-_PLAIN = {type(None), bool, int, float, complex, str}
-_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+_PLAIN_IN_FORMS = {type(None), bool, int, float, complex, str}
+_PLAIN_IN_FORMS |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 _known: dict[Any, Any] = {}  # form of a call -> form of its results
 _is_new: dict[Any, bool] = {}  # whether an operation changes none of its arguments, nor returns one
@@ -217,10 +220,10 @@ def compute_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     if key in _known:
         return _make(_known[key])
     results = func(*args, **kwargs)
-    if (found := _form(results)) is not None:
+    if (form_of_results := _form(results)) is not None:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[key] = found
+        _known[key] = form_of_results
     return results
 
 
@@ -237,7 +240,7 @@ def _form(value: Any) -> Any:
     if kind in (list, tuple):
         forms = tuple(map(_form, value))
         return None if None in forms else (kind, forms)
-    return (kind, value) if kind in _PLAIN else None  # 1 is not 1.0, nor True
+    return (kind, value) if kind in _PLAIN_IN_FORMS else None  # 1 is not 1.0, nor True
 
 
 def _make(form: Any) -> Any:
@@ -252,11 +255,11 @@ def _make(form: Any) -> Any:
 Known = Mapping[str, tuple[nn.Parameter, bool]]  # at the start, and whether they were trained
 
 
-def describe_change(known: Known, now: Mapping[str, nn.Parameter]) -> str:
+def describe_change(at_start: Known, parameters: Mapping[str, nn.Parameter]) -> str:
     """Return a line on the first parameter that is another one than at the start; empty if none."""
-    for name in {**known, **now}:
-        before, was_trained = known.get(name, (None, False))
-        after = now.get(name)
+    for name in {**at_start, **parameters}:
+        before, was_trained = at_start.get(name, (None, False))
+        after = parameters.get(name)
         how = ""
         if before is None:
             how = "was added after the start: nothing trains it; build it in build_model"

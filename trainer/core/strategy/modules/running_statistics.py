@@ -89,15 +89,15 @@ class RunningStatistics:
         if not self._takes_all:
             integers = []
         every = [*floats, *integers, *counters]
-        self._frozen = [place for place, each in enumerate(floats) if not each.is_changed]
+        self._frozen = [index for index, each in enumerate(floats) if not each.is_changed]
         self._num_floats = len(floats)
         self._num_integers = len(integers)
         self._tracked = [_real(each.buffer) for each in every]
         self._before = [torch.empty_like(buffer) for buffer in self._tracked]
         self.are_used = bool(every)
         self._assigned = [
-            _AssignedBuffer(each.name, *_owner_of(model, each.name), place)
-            for place, each in enumerate(every)
+            _AssignedBuffer(each.name, *_owner_of(model, each.name), index)
+            for index, each in enumerate(every)
             if before.is_assigned(each.name, each.buffer)
         ]
 
@@ -115,8 +115,8 @@ class RunningStatistics:
         ]
         flags = agree(of_this_rank)
         chosen = []
-        for number, (name, buffer) in enumerate(named):
-            is_changed, is_resized, is_written = flags[number :: len(named)]
+        for index, (name, buffer) in enumerate(named):
+            is_changed, is_resized, is_written = flags[index :: len(named)]
             if is_resized:
                 _check_resized(model, name)
             elif is_changed or is_written or id(buffer) in norms:
@@ -143,8 +143,8 @@ class RunningStatistics:
         self._total = []
         self._is_first = True
         self._follow()
-        for now, before in self._alike():
-            torch._foreach_copy_(before, [buffer.detach() for buffer in now])
+        for buffers, before in self._alike():
+            torch._foreach_copy_(before, [buffer.detach() for buffer in buffers])
 
     def _follow(self) -> None:
         """Take the tensors that the model has now, where it assigns a buffer another one."""
@@ -183,7 +183,7 @@ class RunningStatistics:
         weight = count_rows(targets, inputs) / self.rows
         numbers = torch._foreach_mul(self.buffers, weight) if self._num_floats else ()
         changed = zip(self._integers, self._before[self._num_floats :], strict=False)
-        moved = [(now.long() - before.long()).float() * weight for now, before in changed]
+        moved = [(buffer.long() - before.long()).float() * weight for buffer, before in changed]
         return [*numbers, *moved, *self._flags()]
 
     def read(self) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ class RunningStatistics:
         return self._total or [*self.buffers, *self._flags()]
 
     def _flags(self) -> list[torch.Tensor]:
-        frozen = [(self._tracked[place], self._before[place]) for place in self._frozen]
+        frozen = [(self._tracked[index], self._before[index]) for index in self._frozen]
         flags = [(buffer != before).any().to(self._tracked[0]) for buffer, before in frozen]
         return [torch.stack(flags)] if flags else []
 
@@ -206,9 +206,11 @@ class RunningStatistics:
             return
         buffers = self.buffers
         new = [value.view_as(b).to(b) for value, b in zip(values, buffers, strict=False)]
-        for number, place in enumerate(self._frozen):
-            has_changed = values[-1][number].to(new[place].device) != 0
-            new[place] = torch.where(has_changed, new[place], self._before[place])
+        for flag_index, buffer_index in enumerate(self._frozen):
+            has_changed = values[-1][flag_index].to(new[buffer_index].device) != 0
+            new[buffer_index] = torch.where(
+                has_changed, new[buffer_index], self._before[buffer_index]
+            )
         moved = zip(values[len(new) :], self._before[len(new) :], self._integers, strict=False)
         new += [_moved(before, value.view_as(before)) for value, before, _ in moved]
         torch._foreach_copy_(self._tracked[: len(new)], new)
@@ -221,29 +223,29 @@ class RunningStatistics:
 
     @torch.no_grad()
     def _undo(self, found_inf: torch.Tensor, is_host: bool) -> None:
-        for now, before in self._alike(self._tracked[: self._num_floats + self._num_integers]):
+        for buffers, before in self._alike(self._tracked[: self._num_floats + self._num_integers]):
             if not is_host:  # one kernel for all: each launch costs a GPU more than these numbers
-                sizes = [buffer.numel() for buffer in now]
-                is_skipped = found_inf.to(now[0].device) > 0
-                both = (torch.cat([each.view(-1) for each in some]) for some in (before, now))
+                sizes = [buffer.numel() for buffer in buffers]
+                is_skipped = found_inf.to(buffers[0].device) > 0
+                both = (torch.cat([each.view(-1) for each in some]) for some in (before, buffers))
                 chosen = torch.where(is_skipped, next(both), next(both)).split(sizes)
-                before = [each.view_as(b) for each, b in zip(chosen, now, strict=True)]
-            torch._foreach_copy_(now, before)
+                before = [each.view_as(b) for each, b in zip(chosen, buffers, strict=True)]
+            torch._foreach_copy_(buffers, before)
 
     def _alike(self, some: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """Return pairs of (buffers, their values before) of one device and dtype each."""
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         every = self._tracked if some is None else some
         for buffer, before in zip(every, self._before, strict=False):
-            now, was = groups.setdefault((buffer.device, buffer.dtype), ([], []))
-            now.append(buffer)
-            was.append(before)
+            buffers, values_before = groups.setdefault((buffer.device, buffer.dtype), ([], []))
+            buffers.append(buffer)
+            values_before.append(before)
         return list(groups.values())
 
 
 def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    place, _, key = name.rpartition(".")
-    return model.get_submodule(place), key
+    module_name, _, key = name.rpartition(".")
+    return model.get_submodule(module_name), key
 
 
 def _check_resized(model: nn.Module, name: str) -> None:

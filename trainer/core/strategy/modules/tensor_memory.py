@@ -28,7 +28,7 @@ from trainer.core.strategy.modules.dry_run import uncounted
 
 def divide(blocks: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[torch.device]:
     """Return the device of each block: runs of equally many, the first device first."""
-    return [devices[number * len(devices) // len(blocks)] for number in range(len(blocks))]
+    return [devices[index * len(devices) // len(blocks)] for index in range(len(blocks))]
 
 
 def place_blocks(
@@ -60,7 +60,7 @@ def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-COPY = "pass a copy of the tensor to nn.Parameter (.clone())"
+COPY_ADVICE = "pass a copy of the tensor to nn.Parameter (.clone())"
 
 
 @torch.no_grad()
@@ -106,16 +106,16 @@ def find_narrow(model: nn.Module, autocast: torch.dtype | None) -> set[torch.Ten
 
 
 def convert_dtype(
-    model: nn.Module, dtype: torch.dtype, kept: Collection[torch.Tensor] = ()
+    model: nn.Module, dtype: torch.dtype, excluded: Collection[torch.Tensor] = ()
 ) -> None:
-    """Convert the floating-point tensors of a model but those `kept`.
+    """Convert the floating-point tensors of a model but those `excluded`.
 
     Complex ones keep their dtype: Module.to would drop their imaginary parts, such as those of
     rotary positions.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor not in kept else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor not in excluded else tensor
 
     model._apply(convert)
 
@@ -134,28 +134,28 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_elements(name: str, tensor: torch.Tensor) -> None:
-    given = f"build_model: the parameter {name}"
+    subject = f"build_model: the parameter {name}"
     if tensor.is_complex():
-        raise ConfigError(f"""{given} is complex, which no strategy trains;
+        raise ConfigError(f"""{subject} is complex, which no strategy trains;
             store torch.view_as_real of it, and use torch.view_as_complex in forward""")
     if not is_dense(tensor):
         places = _places(tensor)
         if len(places.unique()) < len(places):
-            raise ConfigError(f"{given} has elements that share memory; {COPY}")
+            raise ConfigError(f"{subject} has elements that share memory; {COPY_ADVICE}")
 
 
 def _check_shared(named: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
     """Raise ConfigError if a trainable parameter overlaps another tensor of the same space."""
     ranges = sorted((*_range(named[name]), name) for name in names if named[name].numel())
-    for number, (_, end, one) in enumerate(ranges):
-        for place in range(number + 1, len(ranges)):  # no slices: a model has thousands of tensors
-            begin, _, other = ranges[place]
+    for index, (_, end, one) in enumerate(ranges):
+        for later in range(index + 1, len(ranges)):  # no slices: a model has thousands of tensors
+            begin, _, other = ranges[later]
             if begin >= end:
                 break
             is_trained = named[one].requires_grad or named[other].requires_grad
             if is_trained and _overlap(named[one], named[other]):
                 raise ConfigError(f"""build_model: {one} and {other} share memory,
-                    and are two tensors; tie them as one nn.Parameter, or {COPY}""")
+                    and are two tensors; tie them as one nn.Parameter, or {COPY_ADVICE}""")
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -212,17 +212,17 @@ class ActivationCheckpoint:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        made = checkpoint(
+        outputs = checkpoint(
             self.inner, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
         )
-        return made
+        return outputs
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._recompute()
 
     @contextmanager
     def _recompute(self) -> Iterator[None]:
-        kept = [buffer.clone() for buffer in self._module.buffers()]
+        copies = [buffer.clone() for buffer in self._module.buffers()]
         try:
             with uncounted():
                 yield
@@ -234,7 +234,7 @@ class ActivationCheckpoint:
                 in transformers set use_cache=False in the config""") from error
         finally:
             with torch.no_grad():
-                for buffer, value in zip(self._module.buffers(), kept, strict=True):
+                for buffer, value in zip(self._module.buffers(), copies, strict=True):
                     buffer.data.copy_(value)
 
 
@@ -253,11 +253,11 @@ def recompute(model: nn.Module, what: str | Sequence[str], blocks: Sequence[nn.M
         modules = []
         for pattern in what:
             named = model.named_modules()
-            found = [module for name, module in named if name and fnmatchcase(name, pattern)]
-            if not found:
+            matching = [module for name, module in named if name and fnmatchcase(name, pattern)]
+            if not matching:
                 some = ", ".join(name for name, _ in list(model.named_children())[:5])
                 raise ConfigError(f"""strategy.recompute={pattern}: no module has this name;
                     give one of the model, such as {some}""")
-            modules += found
+            modules += matching
     for module in dict.fromkeys(modules):
         module.forward = ActivationCheckpoint(module)
