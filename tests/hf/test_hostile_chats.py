@@ -30,9 +30,9 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from trainer import ConfigError, RunError  # noqa: E402
-from trainer.core.distributed import long_work  # noqa: E402
 from trainer.hf import file_digests as digests  # noqa: E402
 from trainer.hf.chat import Chats, parquet_rows, rows, template, token_store  # noqa: E402
+from trainer.shards import long_work  # noqa: E402
 from trainer.shards.formats.parquet import ParquetShard  # noqa: E402
 from trainer.shards.formats.shard_parts import FileBytes  # noqa: E402
 

@@ -10,7 +10,7 @@ from mesh_gpt import WORDS, Meshed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.core.same.distance import trees_apart
+from trainer.mesh.division_check import trees_apart
 
 PRECISE = ["task=meshed", "strategy.precision=fp64"]
 

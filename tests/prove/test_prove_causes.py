@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +17,11 @@ from test_prove import SCRIPTS, found_of, reasons, start
 
 from trainer.core.errors import ConfigError
 from trainer.prove.__main__ import main, make_folder
-from trainer.prove.merging import Merged, distance
+from trainer.prove.merging import CommandHistory, Merged, RankHistory, distance
 from trainer.prove.rank_reading import find_records, read_rank
+from trainer.prove.reasons import _explain_uneven, find_partly_restored
+from trainer.prove.reasons.example_reasons import _explain_short_pass
+from trainer.prove.reasons.gradient_reasons import _explain_missing
 from trainer.prove.runner import ISOLATED, Recording, plain_path, run_command
 
 STARTUP = Path(__file__).parents[2] / "trainer" / "prove" / "injected"
@@ -328,3 +333,40 @@ def test_tensors_that_are_not_finite_in_the_same_places_are_equal():
     assert distance(one, np.array([np.nan, 1.0 + 1e-16, -np.inf])) < 1e-15
     assert distance(one, np.array([0.0, 1.0, np.inf])) == np.inf
     assert not Merged({"w": one}, {}, {}).is_zero and Merged({"w": 0 * one[1:2]}, {}, {}).is_zero
+
+
+# Rank 0 steps no optimizer, as one that serves data: it has no records and is in no list.
+
+
+def trained_on_ranks_1_and_2(rank_steps=()):
+    """Return a command of 3 ranks, with the steps that ranks 1 and 2 made."""
+    steps = [SimpleNamespace(ranks=each) for each in rank_steps]
+    return CommandHistory("B", "b", [RankHistory(1, 3), RankHistory(2, 3)], steps, {}, 3)
+
+
+def test_a_rank_with_fewer_batches_is_named_by_its_number():
+    history = trained_on_ranks_1_and_2()
+    for rank, num_batches in zip(history.ranks, (5, 3), strict=True):
+        rank.orders, rank.passes = {0: [], 1: []}, {0: {"batches": num_batches}}
+    assert _explain_uneven(history).startswith("rank 2 of B has 3 batches in a pass, others 5")
+    batches = [SimpleNamespace(number=pass_number) for pass_number in (0, 1)]
+    step = SimpleNamespace(ranks=[SimpleNamespace(batches=[each]) for each in batches])
+    assert _explain_short_pass(history, step).startswith("rank 2 of B has fewer batches")
+
+
+def test_a_rank_without_a_gradient_is_named_by_its_number():
+    tensors = {"w": np.zeros(16)}
+    step = SimpleNamespace(gradients=Merged(tensors, {"w": 0.0}, {"w": [1]}))
+    reason = _explain_missing(trained_on_ranks_1_and_2(), step)
+    assert reason == "w has no gradient on rank 2 of B, and has one on others"
+
+
+def test_a_rank_whose_weights_are_not_restored_is_named_by_its_number():
+    weights = [np.full(16, value) for value in (1.0, 2.0)]
+    step = [SimpleNamespace(weights={"w": each}) for each in weights]
+    resumed = trained_on_ranks_1_and_2()
+    for rank, value in zip(resumed.ranks, (weights[0], 0 * weights[1]), strict=True):
+        text = base64.b64encode(value.tobytes()).decode()
+        rank.optimizers[0] = {"names": ["w"], "weights": [text]}
+    deviation = find_partly_restored(trained_on_ranks_1_and_2([step]), resumed, 1, 1e-6)
+    assert deviation.reason.startswith("w is not restored on rank 2: its part is not in")

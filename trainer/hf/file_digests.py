@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.core.distributed.long_work import watched
 from trainer.shards.cache import default_folder
+from trainer.shards.long_work import watched
 from trainer.shards.sources import open_file
 
 DIGEST_BLOCK_BYTES = 2**20

@@ -36,18 +36,19 @@ from trainer.core.config.plain_files import read_json
 from trainer.core.config.schema import Config
 from trainer.core.distributed.launchers import RANKS
 from trainer.core.errors import CheckpointError, ConfigError, RunError, one_line, visible
-from trainer.core.loop.training import load_alone
 from trainer.core.process import child
 from trainer.core.process.child import interrupted_by_sigterm
-from trainer.core.process.streams import BARS, quiet_transformers
+from trainer.core.process.streams import BARS
 from trainer.core.record.startup import Summary
 from trainer.core.same import BY_HAND, DIVIDED, Limits
 from trainer.core.same.distance import apart
 from trainer.hf import pipelines
 from trainer.hf.classes import CAUSAL, base_of, why_not_exported
+from trainer.hf.library import quiet_transformers
 from trainer.hf.pretrained import Pretrained, write_card
 from trainer.hf.reload import ANSWER, FOLDER_FACTS, REFERENCE_FILE
 from trainer.hf.staged_folder import open_scratch, publish, why_full
+from trainer.hf.trained_model import load_alone
 
 FOLDER_NAME = "export"  # of the folder in a run directory
 RELOAD_GRACE_S = 5.0  # of the fresh process, after an interrupt

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+from trainer.core.process.streams import without_bars
 
 FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
@@ -36,3 +41,18 @@ def cut(text: bytes, context: int) -> list[bytes]:
             sequences.append(b"")
         sequences[-1] += piece
     return [sequence for sequence in sequences if sequence]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide bars, and what transformers logs; for a caller who says what matters."""
+    logs = sys.modules.get("transformers.utils.logging")
+    before = logs.get_verbosity() if logs else 0
+    if logs:
+        logs.set_verbosity(logs.CRITICAL)
+    try:
+        with without_bars():
+            yield
+    finally:
+        if logs:
+            logs.set_verbosity(before)

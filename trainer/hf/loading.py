@@ -21,9 +21,7 @@ import torch
 from torch import nn
 
 from trainer import ConfigError
-from trainer.core.distributed.long_work import watched
 from trainer.core.errors import did_you_mean
-from trainer.core.process.streams import quiet_transformers
 from trainer.hf import repository
 from trainer.hf.hub import (
     OF_TOKENS,
@@ -33,6 +31,7 @@ from trainer.hf.hub import (
     siblings,
     snapshot,
 )
+from trainer.hf.library import quiet_transformers
 from trainer.hf.lora import adapt, in_one_line
 from trainer.hf.repository import (
     ModelFiles,
@@ -42,6 +41,7 @@ from trainer.hf.repository import (
     limited_by_files,
     pickles_refused,
 )
+from trainer.shards.long_work import watched
 
 MODEL_KEY = "task.options.model"
 # of a config, beside settings of generation: what decides no output

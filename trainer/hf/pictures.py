@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from trainer import ConfigError, ResidentDataset
-from trainer.core.distributed.long_work import watched
 from trainer.core.errors import one_line
+from trainer.shards.long_work import watched
 
 SHAPES = ("circle", "square", "triangle")
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from trainer import ConfigError
-from trainer.core.process.streams import quiet_transformers
 from trainer.hf import loading
 from trainer.hf.hub import import_packages
+from trainer.hf.library import quiet_transformers
 from trainer.hf.lora import in_one_line
 from trainer.hf.pictures import MEAN, SHARE_SHOWN, STD
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from trainer.core.distributed.accelerator import copy_aside
-from trainer.core.distributed.long_work import watched
 from trainer.core.rng import seed_all
 from trainer.hf.file_digests import write_whole
 from trainer.shards.cache import default_folder
+from trainer.shards.long_work import watched
 
 
 class ReferenceValues:

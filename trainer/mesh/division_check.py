@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
 from trainer.core.same import DIVIDED, LOOSER, SMALL
-from trainer.core.same.distance import squares, trees_apart
+from trainer.core.same.distance import apart, squares
 from trainer.core.strategy.base import ObjectiveProtocol, PrecisionProtocol
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.strategy.modules.dry_run import perturb
@@ -165,3 +166,16 @@ class DivisionCheck:
         what = f"the gradient of {name} in the divided model is {distances[worst]:.1e}"
         advice = "check the tensor_plan of its layer and of those after it, and its hooks"
         return f"{what} from that of the whole; {advice}"
+
+
+def trees_apart(tree: Any, other: Any) -> float:
+    """Return the largest `apart` of the floating-point tensors of two trees."""
+    pairs = zip(tree_leaves(tree), tree_leaves(other), strict=True)
+    return max(
+        (
+            apart(one, two)
+            for one, two in pairs
+            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel()
+        ),
+        default=0.0,
+    )

@@ -20,12 +20,7 @@ from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError
 from trainer.core.strategy.mesh_sizes import SHARDED, Mesh, open_group
 from trainer.core.strategy.modules.dry_run import changed_buffers
-from trainer.core.strategy.optimizer_trial import (
-    OwnedOptimizer,
-    check_hooks,
-    check_independence,
-    is_elementwise,
-)
+from trainer.core.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise
 from trainer.core.strategy.tensor_shards import (
     Shard,
     TensorSource,
@@ -38,6 +33,7 @@ from trainer.core.strategy.tensors import Tensors, join_states
 from trainer.mesh.assemble import PartitionedModel
 from trainer.mesh.full_model import copy_modules, reunite
 from trainer.mesh.gradient_sums import GradientSums
+from trainer.mesh.owned_optimizer import OwnedOptimizer
 
 ROUNDING_OF_COPIES = 1e-2  # a smaller relative difference of the gradients of copies is rounding
 

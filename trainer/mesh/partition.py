@@ -14,7 +14,7 @@ from trainer.core.config.typed import show
 from trainer.core.errors import ConfigError, counted
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows
-from trainer.core.state import keep_modules, sandbox
+from trainer.core.state import sandbox
 from trainer.core.strategy.base import ModelSpec
 from trainer.core.strategy.mesh_sizes import SHARDED, WHOLE, Mesh
 from trainer.core.strategy.modules.batchnorm import has_batchnorm
@@ -22,6 +22,7 @@ from trainer.core.strategy.modules.dry_run import FlopCounter, hooked
 from trainer.core.strategy.tensor_shards import Shard
 from trainer.mesh.context_parallel import Context
 from trainer.mesh.fully_shard import Sharding
+from trainer.mesh.meta_shapes import keep_modules
 from trainer.mesh.split_plan import (
     MatrixPart,
     TensorPlan,

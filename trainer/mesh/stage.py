@@ -22,16 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainer.core.errors import ConfigError, one_line
 from trainer.core.hook_calls import call
 from trainer.core.rng.forward import ExampleRng
-from trainer.core.state import keep_modules, sandbox
-from trainer.core.strategy.modules.dry_run import (
-    DispatchMode,
-    FlopCounter,
-    compute_shapes,
-    hooked,
-    to_meta,
-    uncounted,
-)
+from trainer.core.state import sandbox
+from trainer.core.strategy.modules.dry_run import DispatchMode, FlopCounter, hooked, uncounted
 from trainer.mesh.loss_parallel import ABOUT
+from trainer.mesh.meta_shapes import compute_shapes, keep_modules, to_meta
 from trainer.mesh.p2p import P2P, ReceivedTensor
 
 _MOVE = torch.ops.aten._to_copy.default

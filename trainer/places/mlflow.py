@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from trainer.core.record.trackers.opening import KnownObserver
+from trainer.places.known_observer import KnownObserver
 
 MOST_OF_A_BATCH = 100  # MLflow's limit on parameters in one request
 REFUSED_CHARACTERS = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from trainer.core.record.trackers.opening import KnownObserver
+from trainer.places.known_observer import KnownObserver
 
 
 class WandB(KnownObserver):

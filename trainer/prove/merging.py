@@ -131,7 +131,7 @@ def decode(names: Sequence[str], texts: Sequence[str | None]) -> dict[str, Sketc
 
 Sketches = dict[str, Sketch]
 LEAST_EXCHANGED = 0.1  # of the trained elements: less than that are metrics
-NUM = 16  # sums of a sketch, as in recorder/sketches.py
+NUM = 16  # sums of a sketch, as in recorder/digests.py
 
 
 def size_of(sketch: Sketch) -> float:
@@ -152,7 +152,7 @@ class Merged:
     """A set of tensors over all ranks: the whole tensors, and how far replicas are apart.
 
     `spread[name]`: largest relative difference of a replica from the mean of the replicas.
-    `missing[name]`: ranks without the tensor, where others have it.
+    `missing[name]`: indices, in the list of ranks, of those without the tensor that others have.
     """
 
     whole: Sketches
@@ -352,17 +352,18 @@ def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, A
     spread: dict[str, float] = {}
     missing: dict[str, list[int]] = {}
     for name in names:
-        owners = [rank for rank, each in enumerate(tensors) if name in each]
-        absent = [rank for rank in owners if tensors[rank][name] is None]
+        owners = [rank_index for rank_index, each in enumerate(tensors) if name in each]
+        absent = [rank_index for rank_index in owners if tensors[rank_index][name] is None]
         if len(absent) == len(owners):
             continue
         if absent:
             missing[name] = absent
         places = where.get(name, [None] * len(tensors))
         groups: dict[Any, list[Sketch]] = {}
-        for rank in owners:
-            sketch = tensors[rank][name]
-            groups.setdefault(places[rank], []).append(np.zeros(NUM) if sketch is None else sketch)
+        for rank_index in owners:
+            sketch = tensors[rank_index][name]
+            group = groups.setdefault(places[rank_index], [])
+            group.append(np.zeros(NUM) if sketch is None else sketch)
         means = [np.mean(group, axis=0) for group in groups.values()]
         total = np.sum(means, axis=0)
         whole[name] = total

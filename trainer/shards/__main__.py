@@ -22,7 +22,6 @@ from trainer.cli import (
     take_words,
 )
 from trainer.core.config.compose import load_config
-from trainer.core.distributed.long_work import watched
 from trainer.core.errors import ConfigError, RunError, ServerError, counted
 from trainer.core.rng import seed_example
 from trainer.core.rng.philox import key_of
@@ -32,6 +31,7 @@ from trainer.shards.formats.mds import MdsWriter, encoding_of
 from trainer.shards.formats.shard_parts import FileBytes
 from trainer.shards.http_source import create_source, open_source
 from trainer.shards.index import MOST_INDEX_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
+from trainer.shards.long_work import watched
 from trainer.shards.sources import LocalSource, Source, Span, open_file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from trainer.core.data.order import EpochSampler
-from trainer.core.data.sampling import check_bytes, check_size
+from trainer.core.data.sampling import check_size
 from trainer.core.data.sampling.shard_order import LANES, WINDOW, ShardShuffle
 from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError, RunError, ServerError, ShardError, counted, one_line
@@ -219,3 +220,19 @@ def _address(name: str, argument: Any) -> str:
 def _shown(num_bytes: int) -> str:
     power = min(4, (len(str(num_bytes)) - 1) // 3)
     return f"{num_bytes / 1000**power:.1f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def check_bytes(name: str, size: Any) -> int:
+    """Return a number of bytes, given as one or in words such as "5GB" or "512 MiB"."""
+    if isinstance(size, str) and (
+        match := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
+    ):
+        amount, prefix, is_binary = match.groups()
+        power = " kMGT".index(prefix) if prefix else 0
+        size = int(float(amount) * (1024 if is_binary else 1000) ** power)
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        must = 'must be a number of bytes above 0, or words such as "5GB"'
+        raise ConfigError(f"{name}={size!r:.60}: {must}")
+    return size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import (
@@ -19,8 +20,13 @@ from trainer.cli import (
 )
 from trainer.core.config.compose import load_run_config
 from trainer.core.config.new_files import check_name
-from trainer.core.config.schema import Config
+from trainer.core.config.schema import Config, MeshSizes
+from trainer.core.distributed.world import World
 from trainer.core.errors import ConfigError, visible
+from trainer.core.setup.early_checks import check_layout
+from trainer.core.strategy import find_devices
+
+MESH_OF_COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 
 HELP = """usage: python -m trainer.use RUN [split=test] [key=value ...] [--config-dir DIR]
        python -m trainer.use RUN out=FILE [--stored] [split=test] [key=value ...]
@@ -116,7 +122,7 @@ def _load(directory: str, overrides: list[str], config_dirs: Sequence[str]) -> C
     config = load_run_config(directory, overrides, config_dirs)
     if any(word.startswith("strategy") for word in overrides):
         return config
-    from trainer.core.setup.early_checks import for_these_ranks
+    pass
 
     return for_these_ranks(config)
 
@@ -156,6 +162,18 @@ def _write_stored(directory: str, out: Path) -> int:
     from trainer.use.export import write_stored
 
     return write_stored(Path(directory), out)
+
+
+def for_these_ranks(config: Config) -> Config:
+    """Return the settings of a run to evaluate: its strategy, or ddp if that needs other ranks."""
+    world = World.from_environment()
+    block = config.strategy
+    try:
+        check_layout(config, world.with_devices(find_devices(block, world)))
+    except ConfigError:
+        block = replace(block, name="ddp", mesh=MESH_OF_COPIES, sequence=False, devices_per_rank=1)
+        config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
+    return config
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from trainer.core.config.schema import Config
 from trainer.core.engine.training_state import OF_MODEL
 from trainer.core.engine.values import first_rows
 from trainer.core.errors import CheckpointError, ConfigError, RunError, one_line
-from trainer.core.loop.training import ROWS, on_one_process
 from trainer.core.same import CLOSE
 from trainer.core.same.distance import apart
 from trainer.hf.staged_folder import open_scratch, why_full
+from trainer.hf.trained_model import ROWS, on_one_process
 from trainer.use.model import (
     ExportModel,
     Flat,

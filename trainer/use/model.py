@@ -23,10 +23,10 @@ from trainer.core.codec import name_of
 from trainer.core.engine.values import first_rows
 from trainer.core.errors import ConfigError, RunError, visible
 from trainer.core.hook_calls import call
-from trainer.core.loop.training import take_trained
 from trainer.core.state.outside import names_in
 from trainer.core.task import Task
 from trainer.core.trainer import Trainer
+from trainer.hf.trained_model import take_trained
 
 
 @torch.no_grad()

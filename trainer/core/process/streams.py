@@ -243,21 +243,6 @@ def _hidden_bars(library: Any) -> Iterator[None]:
             getattr(library, f"enable_progress_bar{end}")()
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide bars, and what transformers logs; for a caller who says what matters."""
-    logs = sys.modules.get("transformers.utils.logging")
-    before = logs.get_verbosity() if logs else 0
-    if logs:
-        logs.set_verbosity(logs.CRITICAL)
-    try:
-        with without_bars():
-            yield
-    finally:
-        if logs:
-            logs.set_verbosity(before)
-
-
 class SoleDocument:
     """Standard output, kept for one text: all else that is printed goes to standard error."""
 

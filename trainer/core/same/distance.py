@@ -43,19 +43,6 @@ def apart(tensor: torch.Tensor, other: torch.Tensor, least: float = SMALL) -> fl
     return float((tensor - other).abs().max() / tensor.abs().max().clamp_min(least))
 
 
-def trees_apart(tree: Any, other: Any) -> float:
-    """Return the largest `apart` of the floating-point tensors of two trees."""
-    pairs = zip(tree_leaves(tree), tree_leaves(other), strict=True)
-    return max(
-        (
-            apart(one, two)
-            for one, two in pairs
-            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel()
-        ),
-        default=0.0,
-    )
-
-
 def squares(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the squares of norm(a - b) and norm(a) in fp64, whose sums are those of the parts."""
     if tensor.numel() > AT_ONCE and tensor.shape == other.shape:

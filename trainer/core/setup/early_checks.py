@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.core.checkpoints import resume
-from trainer.core.config.schema import Config, MeshSizes
+from trainer.core.config.schema import Config
 from trainer.core.config.targets import call_target, check_target
 from trainer.core.config.typed import suggest_hook
 from trainer.core.data.order import check_batch
@@ -26,7 +25,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.process import uncollected
 from trainer.core.setup import check_soon
 from trainer.core.state.outside import names_in
-from trainer.core.strategy import find_devices, find_strategy
+from trainer.core.strategy import find_strategy
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.strategy.optimizer_trial import FUSED
 from trainer.core.task import Task
@@ -80,9 +79,6 @@ def find_unused_hooks(task: type[Task]) -> list[str]:
     return lines
 
 
-MESH_OF_COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
-
-
 def check_layout(config: Config, world: World) -> None:
     """Raise ConfigError if this layout cannot run the configuration."""
     Precision.check(config.strategy.precision, world.device)
@@ -121,18 +117,6 @@ def _passes(check: Callable[[World], None], config: Config, size: int) -> bool:
             check(World(world_size=size, local_world_size=size // num_nodes, num_nodes=num_nodes))
             return True
     return False
-
-
-def for_these_ranks(config: Config) -> Config:
-    """Return the settings of a run to evaluate: its strategy, or ddp if that needs other ranks."""
-    world = World.from_environment()
-    block = config.strategy
-    try:
-        check_layout(config, world.with_devices(find_devices(block, world)))
-    except ConfigError:
-        block = replace(block, name="ddp", mesh=MESH_OF_COPIES, sequence=False, devices_per_rank=1)
-        config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
-    return config
 
 
 def check_training(config: Config, world: World) -> resume.Origin:

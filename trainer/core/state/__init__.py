@@ -85,23 +85,6 @@ def keep_hooks(model: nn.Module) -> Restore:
     return restore
 
 
-def keep_modules(model: nn.Module) -> Restore:
-    """Keep what the modules store, such as a cache of tensors without values; no values."""
-    before = {
-        module: {
-            name: copy.copy(v) if type(v) in (dict, list) else v for name, v in vars(module).items()
-        }
-        for module in model.modules()
-    }
-
-    def restore() -> None:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-
-    return restore
-
-
 def keep_tensors(model: nn.Module) -> Restore:
     """Keep which tensors are a model's parameters and buffers; not their values."""
     registers = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]

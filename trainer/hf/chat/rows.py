@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer import ConfigError, ShardedDataset
-from trainer.core.distributed.long_work import Tell, run_apart
 from trainer.core.errors import did_you_mean, one_line, visible
 from trainer.hf.chat.flaws import Flaw, too_long
 from trainer.hf.chat.function_chats import describe_functions
@@ -21,6 +20,7 @@ from trainer.hf.file_digests import digest_files
 from trainer.hf.hub import siblings
 from trainer.hf.library import read_library
 from trainer.hf.repository import look_at
+from trainer.shards.long_work import Tell, run_apart
 from trainer.shards.sources import open_file
 
 MOST_BYTES_OF_A_ROW = 2**21  # while tokens are made, up to 250 bytes are needed for a character

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trainer import ConfigError, RunError
-from trainer.core.distributed.long_work import Tell, run_apart, watched
 from trainer.hf.chat.flaws import Flaw, Flaws
 from trainer.hf.chat.forms import Example, check_forms, content_hash
 from trainer.hf.chat.masks import CUT, NAMED, AnswerPlan, Masked, Masks
 from trainer.hf.chat.rows import RowSource
 from trainer.shards.cache import default_folder
+from trainer.shards.long_work import Tell, run_apart, watched
 
 # name of each file and the type of its values: tokens of all sequences after each other, which of
 # them are learned, where each sequence ends, and a hash of the content of each row

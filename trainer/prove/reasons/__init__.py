@@ -178,7 +178,8 @@ def _explain_uneven(history: CommandHistory) -> str:
     known_counts = [each for each in counts if each is not None]
     if len(known_counts) < len(counts) or len(set(known_counts)) < 2:
         return ""
-    short = ", ".join(str(n) for n, each in enumerate(known_counts) if each == min(known_counts))
+    pairs = zip(history.ranks, counts, strict=True)
+    short = ", ".join(str(rank.rank) for rank, count in pairs if count == min(known_counts))
     who = (
         f"rank {short} of {history.name} has {counted(min(known_counts), 'batch', 'es')} in a pass"
     )
@@ -264,9 +265,9 @@ def find_partly_restored(
     lost: dict[int, list[tuple[str, int]]] = {}  # by step, the latest first
     for step_number in range(min(kill, len(one.steps)), 0, -1):
         pairs = [
-            (name, rank, relative_norm(sketch, resumed_sketch) > bound)
-            for rank, (step, its) in enumerate(
-                zip(one.steps[step_number - 1].ranks, theirs, strict=True)
+            (name, rank.rank, relative_norm(sketch, resumed_sketch) > bound)
+            for rank, step, its in zip(
+                resumed.ranks, one.steps[step_number - 1].ranks, theirs, strict=True
             )
             for name, sketch in step.weights.items()
             if sketch is not None and (resumed_sketch := its.get(name)) is not None

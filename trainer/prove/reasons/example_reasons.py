@@ -111,7 +111,8 @@ def _explain_short_pass(history: CommandHistory, step: Step) -> str:
         turns.append(max((order.get(each.number, 0) for each in its_step.batches), default=0))
     if len(set(turns)) < 2:
         return ""
-    ahead = ", ".join(str(n) for n, turn in enumerate(turns) if turn == max(turns))
+    pairs = zip(history.ranks, turns, strict=True)
+    ahead = ", ".join(str(rank.rank) for rank, turn in pairs if turn == max(turns))
     return f"rank {ahead} of {history.name} has fewer batches, and is in the next pass already"
 
 

@@ -121,8 +121,8 @@ def _prepares_nothing(step: Step) -> bool:
 
 
 def _explain_missing(history: CommandHistory, step: Step) -> str:
-    for name, ranks in step.gradients.missing.items():
-        where = ", ".join(map(str, ranks))
+    for name, rank_indices in step.gradients.missing.items():
+        where = ", ".join(str(history.ranks[rank_index].rank) for rank_index in rank_indices)
         return f"{name} has no gradient on rank {where} of {history.name}, and has one on others"
     return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -110,19 +109,3 @@ def as_vector(values: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
 def check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
-
-
-def check_bytes(name: str, size: Any) -> int:
-    """Return a number of bytes, given as one or in words such as "5GB" or "512 MiB"."""
-    if isinstance(size, str) and (
-        match := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
-    ):
-        amount, prefix, is_binary = match.groups()
-        power = " kMGT".index(prefix) if prefix else 0
-        size = int(float(amount) * (1024 if is_binary else 1000) ** power)
-    if isinstance(size, float) and size.is_integer():
-        size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        must = 'must be a number of bytes above 0, or words such as "5GB"'
-        raise ConfigError(f"{name}={size!r:.60}: {must}")
-    return size

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from trainer.core import extensions
-from trainer.core.checkpoints.disk import replace_file
-from trainer.core.config.plain_files import read_json
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import resolve
 from trainer.core.errors import ConfigError
 from trainer.core.record.trackers import Observed, Observer, Say, Sink
 from trainer.core.record.trackers.jsonl import CsvFile
-
-TRACKED_RUNS = "trackers.json"  # in the run directory: its runs in the services
-MOST_OF_TRACKED_RUNS = 2**16  # bytes of it
 
 
 def open_trackers(config: Config, directory: Path, step: int, say: Say) -> list[Sink]:
@@ -50,19 +44,3 @@ def _find_observer(name: str, packages: Sequence[str]) -> type[Observer]:
     if not (isinstance(kind, type) and issubclass(kind, Observer)):
         raise ConfigError(f"log.observers={name}: must be a subclass of trainer.Observer")
     return kind
-
-
-class KnownObserver(Observer):
-    """An observer with a run of its own in a service, which trackers.json names."""
-
-    name = ""
-
-    def known(self, make: Callable[[], str]) -> tuple[str, bool]:
-        """Return the name of this run's run there, and whether an earlier process made it."""
-        path = self.directory / TRACKED_RUNS
-        names = read_json(path, MOST_OF_TRACKED_RUNS) if path.exists() else {}
-        is_known = isinstance(names.get(self.name), str)
-        if not is_known:
-            names[self.name] = make()
-            replace_file(path, json.dumps(names) + "\n")
-        return names[self.name], is_known

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from trainer import ConfigError, RunError
-from trainer.core.distributed import long_work, signals
-from trainer.core.distributed.long_work import run_apart, watched
+from trainer.core.distributed import signals
 from trainer.core.errors import ServerError
+from trainer.shards import long_work
+from trainer.shards.long_work import run_apart, watched
 
 WORDS = ("counting", "rows", "task.options.data=x")
 
