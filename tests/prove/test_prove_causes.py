@@ -17,6 +17,7 @@ from test_prove import SCRIPTS, found_of, reasons, start
 
 from trainer.core.errors import ConfigError
 from trainer.prove.__main__ import main, make_folder
+from trainer.prove.comparison import _compare_rest
 from trainer.prove.merging import CommandHistory, Merged, RankHistory, distance
 from trainer.prove.rank_reading import find_records, read_rank
 from trainer.prove.reasons import _explain_uneven, find_partly_restored
@@ -370,3 +371,31 @@ def test_a_rank_whose_weights_are_not_restored_is_named_by_its_number():
         rank.optimizers[0] = {"names": ["w"], "weights": [text]}
     deviation = find_partly_restored(trained_on_ranks_1_and_2([step]), resumed, 1, 1e-6)
     assert deviation.reason.startswith("w is not restored on rank 2: its part is not in")
+
+
+def test_tensors_without_an_optimizer_are_compared_though_rank_0_has_no_records():
+    """With BatchNorm only the first ranks are compared; they were looked for as rank 0."""
+
+    def made_by(name, last):
+        rests = [np.ones(16), np.full(16, last)]
+        steps = [
+            SimpleNamespace(ranks=[SimpleNamespace(rest=rest)] * 2, num_backwards=1)
+            for rest in rests
+        ]
+        ranks = [RankHistory(1, 3, num_rest=1), RankHistory(2, 3, num_rest=1)]
+        for rank in ranks:
+            rank.optimizers[0] = {"norms": ["BatchNorm1d"], "number": 0}
+        return CommandHistory(name, name, ranks, steps, {}, 3)
+
+    bounds = SimpleNamespace(noise=0.0, least=1e-9)
+    for last, deviates in ((1.0, False), (2.0, True)):
+        pair = SimpleNamespace(
+            one=made_by("A", 1.0),
+            other=made_by("B", last),
+            bounds=bounds,
+            num_steps=2,
+            worst={"weights": 0.0},
+        )
+        deviation = _compare_rest(pair)
+        assert (deviation is not None) is deviates
+    assert deviation.where.endswith("from those of rank 1 of A")

@@ -351,14 +351,13 @@ def _compare_rest(comparison: PairComparison) -> Deviation | None:
     ):
         return None
     before = {} if has_norms else rest_apart(comparison, 0)
+    first_ranks = (comparison.one.first_rank, comparison.other.first_rank)
     for step_index in range(1, comparison.num_steps):
         here = rest_apart(comparison, step_index)
-        comparable_ranks = [who for who in here if not has_norms or who.startswith("rank 0 ")]
+        comparable_ranks = [who for who in here if not has_norms or who in first_ranks]
         if who := [name for name in comparable_ranks if name not in before]:
             where = f"{REST} of {who[0]} differ by {here[who[0]]:.0e}"
-            return Deviation(
-                "rest", step_index, f"{where} from those of rank 0 of {comparison.one.name}"
-            )
+            return Deviation("rest", step_index, f"{where} from those of {first_ranks[0]}")
     return None
 
 
@@ -369,7 +368,7 @@ def _have_same_layout(comparison: PairComparison) -> bool:
 
 
 def rest_apart(comparison: PairComparison, step_index: int) -> dict[str, float]:
-    """Return by rank how far its other tensors are from those of the reference's rank 0."""
+    """Return by rank how far its other tensors are from those of the reference's first rank."""
     base = comparison.one.steps[step_index].ranks[0].rest
     bound = max(comparison.bounds.least, JUMP * comparison.worst["weights"])
     apart = {}
@@ -379,7 +378,7 @@ def rest_apart(comparison: PairComparison, step_index: int) -> dict[str, float]:
             if rank.num_rest != comparison.one.ranks[0].num_rest:
                 value = math.inf
             if value > bound:
-                apart[f"rank {rank.rank} of {history.name}"] = value
+                apart[history.name_of(rank)] = value
     return apart
 
 

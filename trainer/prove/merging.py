@@ -255,6 +255,14 @@ class CommandHistory:
             initial[optimizer] = _merge(tensors, parts.get(optimizer, {}))
         return cls(name, command, ranks, steps, initial, ranks[0].world_size)
 
+    def name_of(self, rank: RankHistory) -> str:
+        return f"rank {rank.rank} of {self.name}"
+
+    @property
+    def first_rank(self) -> str:
+        """The name of the first rank with records: one that steps no optimizer has none."""
+        return self.name_of(self.ranks[0])
+
     @property
     def is_model_parallel(self) -> bool:
         """Return True if ranks hold parts of the model other than those of sharded data."""

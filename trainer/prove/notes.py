@@ -36,7 +36,9 @@ def find_notes(comparison: PairComparison, is_protected: bool) -> list[str]:
         notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
     starts = [who for who, apart in rest_apart(comparison, 0).items() if apart < math.inf]
     if starts and comparison.is_same:
-        notes.append(f"{REST} of {starts[0]} start with other values than those of rank 0")
+        notes.append(
+            f"{REST} of {starts[0]} start with other values than those of {both[0].first_rank}"
+        )
     notes += name_unjudged(both, not comparison.bounds.noise) + _name_steps(comparison)
     ratios = [_slowdown(each) for each in both]
     size = max(rank.num_bytes for each in both for rank in each.ranks)
@@ -117,7 +119,7 @@ def _name_shared_files(history: CommandHistory) -> list[str]:
 
 
 def _name_own_loss(history: CommandHistory) -> list[str]:
-    """Name a loss that rank 0 reads, as for a log, although it is of its own examples alone."""
+    """Name a loss that the first rank reads, as for a log, although it is of its own examples."""
     own = history.ranks[0].steps
     if any(rank.is_averaging for rank in history.ranks):
         return []
@@ -127,7 +129,7 @@ def _name_own_loss(history: CommandHistory) -> list[str]:
             mean = float(np.mean(losses))
             if losses[0] in reads and relative(losses[0], mean) > 1e-4:
                 what = f"{losses[0]:.4g}; the mean over the ranks is {mean:.4g}"
-                who = f"rank 0 of {history.name} reads the loss of its own examples ({what})"
+                who = f"{history.first_rank} reads the loss of its own examples ({what})"
                 return [f"{who}: average it before you log it"]
     return []
 

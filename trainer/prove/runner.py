@@ -413,6 +413,6 @@ def _align(
     else:
         repeats = f"; {counted(kill - step, 'step')} repeated" if step < kill else ""
         aligned.notes.append(f"killed after step {kill}, resumed after step {step}{repeats}")
-        if f"rank 0 of {resumed.name}" in rest_apart(aligned, 0) and not aligned.deviations:
+        if resumed.first_rank in rest_apart(aligned, 0) and not aligned.deviations:
             aligned.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
     return aligned

@@ -107,7 +107,7 @@ def _explain_rest(comparison: PairComparison, step_index: int) -> str:
     ):
         return reason
     apart = rest_apart(comparison, step_index).keys() - rest_apart(comparison, 0).keys()
-    if any(f"rank 0 of {history.name}" in apart for history in (comparison.one, comparison.other)):
+    if any(history.first_rank in apart for history in (comparison.one, comparison.other)):
         return "an EMA's decay, or how often it is updated, depends on the layout"
     return "not every rank updates them, as an EMA that rank 0 alone updates"
 

@@ -55,7 +55,7 @@ def explain_skipped(comparison: PairComparison, step_index: int) -> str:
             usual = sorted(len(each.losses) for each in rank.steps)[len(rank.steps) // 2]
             if count > usual and any(len(each.losses) < count for each in ranks):
                 why = "a check for finite values, for example, must decide for all ranks together"
-                who = f"rank {rank.rank} of {history.name}"
+                who = history.name_of(rank)
                 return f"{who} skips an optimizer step that other ranks make: {why}"
     return ""
 

@@ -179,7 +179,7 @@ def explain_modes(comparison: PairComparison, one: Step, other: Step) -> str:
             for rank, mine in zip(history.ranks, named, strict=True):
                 only = sorted(each for each in mine if any(each not in its for its in named))
                 if only:
-                    who = f"rank {rank.rank} of {history.name}"
+                    who = history.name_of(rank)
                     return f"{who} calls {name_some(only)} {words[0]}, other ranks {words[1]}"
         sides = [_named(step.ranks[0].modes, mode) for step in (one, other)]
         for name, only in (("B", sorted(sides[1] - sides[0])), ("A", sorted(sides[0] - sides[1]))):
