@@ -14,7 +14,7 @@ from trainer.core.data.order import BatchPlan, BatchSplit, check_batch
 from trainer.core.errors import ConfigError
 from trainer.core.record.startup import describe_model
 from trainer.core.state import BufferCopies
-from trainer.core.strategy.modules.batchnorm import SMALL, normalize_groups, synchronize
+from trainer.core.strategy.modules.batchnorm import SMALL_GROUP, normalize_groups, synchronize
 from trainer.core.strategy.modules.running_statistics import RunningStatistics
 
 GROUPS, ROWS = 4, 3
@@ -39,7 +39,7 @@ def test_each_group_is_normalised_as_torch_does(kind, options):
     ours = copy.deepcopy(plain)
     normalize_groups(ours, ROWS)
     x = torch.randn(GROUPS * ROWS, *sizes, dtype=torch.float64) * 3 + 1
-    assert (kind == "2d large") == (x.numel() > GROUPS * SMALL)
+    assert (kind == "2d large") == (x.numel() > GROUPS * SMALL_GROUP)
     x = x.contiguous(memory_format=memory_format).requires_grad_()
     twin = x.detach().clone(memory_format=memory_format).requires_grad_()
     outputs = []
