@@ -4,9 +4,9 @@
 
 An edit is killed if a test fails under it, and passes without it. Its own files of tests run first,
 up to the first failure; with --all the other files follow if none fails. --default leaves out the
-slow tests. Edits whose old text is no longer in the code are listed and left out: mend them here.
-NAME is that of an edit or an area. Prints a table at the end. Exit code 1 if an edit is alive or
-left out.
+slow tests. Edits whose old text is no longer in the code are listed and left out: mend them, as
+tests/project/test_mutants.py demands. NAME is that of an edit or an area. Prints a table at the
+end. Exit code 1 if an edit is alive or left out.
 """
 
 from __future__ import annotations

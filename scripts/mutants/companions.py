@@ -37,8 +37,8 @@ MIRROR = [
     ),
     _mirror(
         "prune-keeps-best",
-        "kept = self._kept(self._places.keys(), self._scores) | also",
-        "kept = self._kept(self._places.keys(), {}) | also",
+        "kept_steps = self._kept(self._places.keys(), self._scores) | also",
+        "kept_steps = self._kept(self._places.keys(), {}) | also",
         "a resumed run removes the bucket's best checkpoint",
     ),
     _mirror(
@@ -62,8 +62,8 @@ MIRROR = [
     ),
     _mirror(
         "publish-after-files",
-        'if not self._bucket.create(f"{place}/{MANIFEST}", text):',
-        'if self._bucket.put(f"{place}/{MANIFEST}", text):',
+        'if not self._bucket.create(f"{folder}/{MANIFEST}", text):',
+        'if self._bucket.put(f"{folder}/{MANIFEST}", text):',
         "a manifest of another content counts for these files",
     ),
     _mirror(
@@ -105,8 +105,8 @@ FENCE = [
     ),
     _owner(
         "later-process",
-        'return now == HIDDEN or (now != "" and self.began in ("", now))',
-        'return now == HIDDEN or now != ""',
+        'return start == HIDDEN_PROCESS or (start != "" and self.began in ("", start))',
+        'return start == HIDDEN_PROCESS or start != ""',
         "a process that has the number of a dead writer blocks the run for ever",
     ),
     _fence(
@@ -202,7 +202,7 @@ BUCKET = [
     ),
     _listing(
         "own-files",
-        "return {name: fence for name, fence in fences.items() if fence in known}",
+        "return {name: fence for name, fence in fences.items() if fence in writer_fences}",
         "return fences",
         "files of others below the prefix are removed",
     ),
@@ -300,7 +300,7 @@ RAY = [
 ]
 
 _chats = in_area("chat", "trainer/hf/chat/__init__.py", *OF_CHATS)
-_store = in_area("chat", "trainer/hf/chat/store.py", *OF_CHATS)
+_store = in_area("chat", "trainer/hf/chat/token_store.py", *OF_CHATS)
 _masks = in_area("chat", "trainer/hf/chat/masks.py", *OF_CHATS)
 _sealed = in_area("chat", "trainer/hf/chat/sealed.py", *OF_CHATS)
 _forms = in_area("chat", "trainer/hf/chat/forms.py", *OF_CHATS)
@@ -361,8 +361,8 @@ CHAT = [
     ),
     _sealed(
         "control",
-        "if found != [token for token in self.marks(sealed) if token in self._control]:",
-        "if len(found) < len(self.marks(sealed)):",
+        "if control_tokens != [token for token in self.marks(sealed) if token in self._control]:",
+        "if len(control_tokens) < len(self.marks(sealed)):",
         "text of a user becomes control tokens",
     ),
     _forms(
@@ -373,8 +373,8 @@ CHAT = [
     ),
     _forms(
         "parts-of-content",
-        '            return "".join(parts)',
-        "            return parts[0]",
+        '            return "".join(texts)',
+        "            return texts[0]",
         "of a content in parts only the first one is learned",
     ),
 ]
@@ -460,14 +460,14 @@ DPO = [
     ),
     _dpo(
         "reference-files",
-        "            made.append(digest_files(hf.find_weights(options.model)))\n",
+        "            made.append(digest_files(loading.find_weights(options.model)))\n",
         "",
         "other weights get the reference of earlier ones",
     ),
     _dpo(
         "reference-of-data",
-        "made = (pairs.digest, transformers.__version__, self._reference)",
-        "made = (transformers.__version__, self._reference)",
+        "return ReferenceValues((pairs.digest, self._reference), (len(pairs), 2))",
+        "return ReferenceValues((self._reference,), (len(pairs), 2))",
         "other pairs get the reference of earlier ones",
     ),
     _dpo(
@@ -541,8 +541,8 @@ HUB = [
     ),
     _hub(
         "revision",
-        "found = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=30)",
-        "found = hub.HfApi().model_info(name.repository, timeout=30)",
+        "repository = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=30)",
+        "repository = hub.HfApi().model_info(name.repository, timeout=30)",
         "another revision is checked than is downloaded",
     ),
     _hub(
@@ -559,8 +559,8 @@ HUB = [
     ),
     _hf(
         "remote-code",
-        'place = {"local_files_only": True, "trust_remote_code": False}',
-        'place = {"local_files_only": True, "trust_remote_code": True}',
+        'options = {"local_files_only": True, "trust_remote_code": False}',
+        'options = {"local_files_only": True, "trust_remote_code": True}',
         "code of a repository is run",
     ),
     _hf(
@@ -595,7 +595,7 @@ EXPORT = [
     ),
     _export(
         "changed-folder",
-        "        if found != known:",
+        "        if sizes != listed:",
         "        if False:",
         "a folder that somebody has changed is overwritten",
     ),
@@ -685,7 +685,7 @@ PROVE = [
     ),
     _compare(
         "no-gradient",
-        "if all(step.gradients.is_zero for pair in _pairs(found) for step in pair):",
+        "if all(step.gradients.is_zero for pair in _pairs(comparison) for step in pair):",
         "if False:",
         "two scripts that learn nothing are proved",
     ),

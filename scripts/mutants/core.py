@@ -204,7 +204,7 @@ DDP = [
     ),
     _ddp(
         "no-sync",
-        "with nullcontext() if number == last else self._wrapped.no_sync():",
+        "with nullcontext() if batch_number == last else self._wrapped.no_sync():",
         "with nullcontext():",
         "each micro-batch is all-reduced",
     ),
@@ -1191,7 +1191,7 @@ SETUP = [
     ),
     _session(
         "fence-released",
-        "            self._release_fence()\n            raise",
+        "            self._release_writer()\n            raise",
         "            raise",
         "a start that fails blocks its bucket for 35 s",
         "core/checkpoints/test_failed_start.py",
