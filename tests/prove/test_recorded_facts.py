@@ -21,7 +21,7 @@ from trainer.prove.merging import CommandHistory
 from trainer.prove.rank_reading import find_records, read_events
 from trainer.prove.rounding import Bounds
 
-SGD, SCALED, LBFGS, WRAPPED = range(4)  # optimizers of the script
+SGD, SCALED, LBFGS, WRAPPED, LATER = range(5)  # optimizers of the script
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,13 @@ def test_the_gradients_are_those_of_the_first_evaluation_without_a_loss_scale(ev
 
 def test_a_parameter_that_is_frozen_between_steps_is_noted(events):
     assert [step.frozen for step in steps_of(events, SGD)] == [[], *[["0.weight"]] * 2]
+
+
+def test_an_optimizer_at_the_address_of_one_that_is_gone_is_another_one(events):
+    """It was counted as the first one's next steps, when Python used the address again."""
+    assert [len(steps_of(events, each)) for each in (SGD, WRAPPED)] == [3, 2]
+    later = [step.number for step in read_events(copy.deepcopy(events)).steps[-2:]]
+    assert later == [1, 1] and len(steps_of(events, LATER)) == 1
 
 
 def test_a_step_that_another_step_makes_is_no_step(events):

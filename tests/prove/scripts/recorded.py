@@ -57,3 +57,11 @@ for step in range(2):
     optimizer.zero_grad()
     loss_of(net, step).backward()
     optimizer.step()
+
+# optimizers of one step each, until one is at the address of one that is gone
+addresses = []
+while len(set(addresses)) == len(addresses):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    addresses.append(id(optimizer))
+    optimizer.step()
+    assert len(addresses) < 1000

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class Steps:
     """The optimizer steps of this process."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # by id of the optimizer
+        # by id of an optimizer, which the next one may get when it is gone
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._counts: list[int] = []
         self._parameters: list[list[torch.Tensor]] = []
         self._parts: dict[int, Part] = {}
@@ -112,12 +114,20 @@ class Steps:
             return arguments, {**options, "closure": noting}
         return (arguments[0], noting, *arguments[2:]), options
 
+    def number_of(self, optimizer: Any) -> int:
+        """Return the number of an optimizer, in the order of their first steps."""
+        known_as, optimizer_number = self._numbers.get(id(optimizer), (None, 0))
+        if known_as is None or known_as() is not optimizer:
+            optimizer_number = len(self._counts)
+            self._numbers[id(optimizer)] = (weakref.ref(optimizer), optimizer_number)
+        return optimizer_number
+
     @quietly
     def begin(self, optimizer: Any) -> None:
         """Number the step, and end the process if enough steps were made."""
         if not LOG.is_open:
             LOG.open(*whoami())
-        optimizer_number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        optimizer_number = self.number_of(optimizer)
         if optimizer_number == len(self._counts):
             self._counts.append(0)
             self._parameters.append([])
@@ -196,7 +206,7 @@ class Steps:
         """Take the gradients as the update will use them, and the learning rates."""
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which divides by it
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        mine = self._parameters[self._numbers[id(optimizer)]]
+        mine = self._parameters[self.number_of(optimizer)]
         gradients = [each.grad for each in mine]
         sketches = [
             None if gradient is None else self.sketch(each, gradient) * factor
@@ -216,7 +226,7 @@ class Steps:
 
     def take_settings(self, optimizer: Any) -> None:
         """Take the settings of an optimizer's groups and the modes of modules, if they changed."""
-        optimizer_number = self._numbers[id(optimizer)]
+        optimizer_number = self.number_of(optimizer)
         settings = settings_of_groups(optimizer)
         if settings != self._settings[optimizer_number]:
             self._settings[optimizer_number] = settings
@@ -233,7 +243,7 @@ class Steps:
     @quietly
     def end(self, optimizer: Any) -> None:
         """Write all events up to the end of a step."""
-        optimizer_number = self._numbers[id(optimizer)]
+        optimizer_number = self.number_of(optimizer)
         self._counts[optimizer_number] += 1
         mine = self._parameters[optimizer_number]
         sketches = [self.sketch(each, each) for each in mine]
