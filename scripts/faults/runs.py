@@ -16,8 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness.internals import audit, checkpoint
+from harness.internals import checkpoint
 from harness.launch import environment_of_a_command as environment
+from harness.verbs import audit
 
 from faults.common import (
     Row,
