@@ -90,17 +90,19 @@ run(main, describe, has_json=False)
 
 
 def drive_soon(made, folder, *words):
+    """Start such a driver; what it says goes to stderr.txt."""
     more = {"RAY_ADDRESS": made.address, "RAY_AUTH_MODE": "disabled"}
     words = ["--config-dir", CONF, "task=ends", "run.name=a", "launch=ray", *words]
-    return subprocess.Popen(
-        [sys.executable, "-c", SOON, *words],
-        cwd=folder,
-        env=environment_of_a_command(**more),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "stderr.txt").open("w"),
-        text=True,
-    )
+    with (folder / "stderr.txt").open("w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-c", SOON, *words],
+            cwd=folder,
+            env=environment_of_a_command(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
 
 
 def drive(made, folder, *words):

@@ -2,18 +2,14 @@
 
 import json
 import random
-import re
 import time
 from collections import UserDict
-from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import check_parity, fit_on, on_ranks, slow_but
 from harness.training import compose, fit
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
@@ -324,48 +320,3 @@ def test_the_share_of_time_that_waits_for_data_is_logged_and_a_large_one_told(
     told = [line for line in capfd.readouterr().out.splitlines() if "data loading" in line]
     assert len(told) == is_slow
     assert all(line.startswith("hint: data loading blocks training, ") for line in told)
-
-
-# Recipes ------------------------------------------------------------------------------------------
-
-PAGE = (Path(__file__).resolve().parents[3] / "docs/tasks.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def recipes():
-    """Return the classes of the page by name."""
-    found = {"torch": torch, "json": json, "numpy": numpy, "Path": Path, "Image": Image}
-    blocks = re.findall(r"```python\n(class .*?)```", PAGE, re.S)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(block, found)
-    return found
-
-
-@pytest.mark.slow
-def test_recipe_for_a_folder_of_images_trains_on_two_ranks(recipes, tmp_path):
-    for number in range(12):
-        place = tmp_path / "images" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        colour = (255 * (number % 2), 10 * number, 0)
-        Image.new("RGB", (40, 36), colour).save(place / f"{number}.png")
-    data = recipes["Images"](tmp_path / "images")
-    assert len(data) == 12 and data[7][0].shape == (3, 32, 32) and data[7][1] == 1
-
-    class Folder(Padded):
-        collate = Trainer.collate
-        split_batch = Trainer.split_batch
-
-        def build_dataset(self, split):
-            return data
-
-        def build_model(self):
-            return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))
-
-        def loss(self, outputs, targets):
-            return F.cross_entropy(outputs, targets, reduction="none")
-
-    words = [*WORDS, "data.global_batch=6", "optim.lr=0.01"]
-    one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=Folder)
-    two = fit_on(2, tmp_path / "two", *words, "strategy=ddp", "data.workers=1", task=Folder)
-    check_parity(one, two, falls=False)
