@@ -53,6 +53,15 @@ def pytest_configure(config):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    """A server of S3 for the tests of a file."""
+    from harness.s3 import serving_s3
+
+    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
 @pytest.fixture
 def command(tmp_path):
     return harness.Command(tmp_path)
@@ -175,9 +184,8 @@ def pytest_runtest_protocol(item, nextitem):
 # Without companions -------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
-IS_ALONE = not (
-    ROOT / "trainer/startup_checks"
-).is_dir()  # in the tree of scripts/run_core_tests.py
+# in the tree of scripts/run_core_tests.py
+IS_ALONE = not (ROOT / "trainer/startup_checks").is_dir()
 MISSING = re.compile(
     r"(trainer\.[\w.]+): is not part of this installation|[Nn]o module named '?(trainer\.[\w.]+)"
 )
@@ -193,9 +201,9 @@ def skip_without_companion(item, report):
     """Make a failure a skip if the test met a companion that was deleted."""
     missing = MISSING.search(report.longreprtext)
     if missing:
-        place, line, _ = item.location
+        path, line, _ = item.location
         report.outcome = "skipped"
-        report.longrepr = (place, line, f"Skipped: needs {missing[1] or missing[2]}")
+        report.longrepr = (path, line, f"Skipped: needs {missing[1] or missing[2]}")
 
 
 # Tests that take too long -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from harness import TORCHRUN, Beside, ended, free_port, launch, on_ranks
 from harness.command import Process
-from harness.s3 import proxied, serving_s3
+from harness.s3 import proxied
 
 import trainer as package
 from trainer import ConfigError, World, load_config
@@ -359,12 +359,6 @@ def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
 
 
 # The bucket ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 def with_login(monkeypatch, s3, **others):

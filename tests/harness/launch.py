@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.core.distributed.watch.process_table import list_children as children_of
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 SCRIPTS = ROOT / "scripts"
@@ -103,15 +105,6 @@ def without_noise(text: str) -> str:
     end."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if not _NOISE.match(line))
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -56,20 +56,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def single():
-    """Return a function that trains a case on one process, once."""
-    known = {}
-
-    def run(name, folder, *more):
-        key = (name, more)
-        if key not in known:
-            known[key] = fit_on(1, folder / "one", *TASK, "strategy=single", *CASES[name], *more)
-        return known[key]
-
-    return run
-
-
 QUICK = [("fsdp x 3", "clipping")]
 EVERY = [(mesh, case) for mesh in MESHES for case in CASES if (mesh, case) not in QUICK]
 

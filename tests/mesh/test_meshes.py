@@ -52,20 +52,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def single():
-    """Return a function that trains a case on one process, once."""
-    known = {}
-
-    def run(name, folder, *more):
-        key = (name, more)
-        if key not in known:
-            known[key] = fit_on(1, folder / "one", *TASK, "strategy=single", *CASES[name], *more)
-        return known[key]
-
-    return run
-
-
 QUICK = [("pp 2", "clipping"), ("tp 2", "clipping")]
 EVERY = [(mesh, case) for mesh in MESHES for case in CASES if (mesh, case) not in QUICK]
 

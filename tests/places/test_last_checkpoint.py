@@ -13,7 +13,7 @@ import pytest
 from harness import CONF, ended, on_ranks, wait_for
 from harness import launch as start
 from harness.launch import ELASTIC, SPAWN
-from harness.s3 import proxied, serving_s3
+from harness.s3 import proxied
 from harness.training import fit
 
 from trainer import load_config
@@ -24,12 +24,6 @@ from trainer.places.bucket import Bucket
 from trainer.places.listing import read_listing
 
 ENDS = ["task=ends", "dist.hang_timeout_s=1.5"]
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

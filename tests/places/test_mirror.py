@@ -15,7 +15,7 @@ from faults.common import Shape
 from harness import CONF, check_equal_bits, check_parity, fit_on, on_ranks, wait_for
 from harness.azure import serving_azure
 from harness.fences import open_fence
-from harness.s3 import proxied, serving_s3
+from harness.s3 import proxied
 
 from trainer import ConfigError, load_config
 from trainer.core.checkpoints.transaction import steps
@@ -35,12 +35,6 @@ RICH = [
 ]
 SHAPE = Shape(1, 1000)
 LIST, CHECK = "trainer.list", "trainer.check"
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 def with_login(monkeypatch, s3, url=None):

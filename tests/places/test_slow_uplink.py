@@ -10,7 +10,7 @@ from pathlib import Path
 import obstore
 import pytest
 from harness import fit_on, on_ranks
-from harness.s3 import proxied, serving_s3
+from harness.s3 import proxied
 from harness.throttle import DOWN, UP, slow_line
 
 from trainer.core.checkpoints.disk import FileContents
@@ -25,12 +25,6 @@ RECIPE = [
     *("checkpoint.keep_best=0", "eval.every_epochs=null", "strategy.precision=fp32"),
 ]
 QUICK = (Pace(8 * MIB, 1, 1.5), Pace(5 * MIB, 1, 10.0))
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from harness import fit, on_ranks
 from harness.fences import open_fence
-from harness.s3 import proxied, serving_s3
+from harness.s3 import proxied
 from harness.training import compose
 
 from trainer import ConfigError
@@ -27,12 +27,6 @@ CONTENT = (
     "<LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
 )
 LINKS = (86, 265)  # link and linkat of x86-64
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

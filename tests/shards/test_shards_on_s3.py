@@ -15,12 +15,6 @@ TASK = ("task=on_shards", f"--config-dir={CONF}")
 URL = "s3://data/rows"
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def with_credentials(monkeypatch, tmp_path, s3):
     monkeypatch.setattr(download, "FIRST_DELAY_S", 0.01)

@@ -16,7 +16,6 @@ from trainer.core.engine.precision import WEIGHTS
 from trainer.core.loop.training import examine, kept_task
 
 ROWS = 7  # of the examples that an export is compared on
-MESH_OF_ONE_RANK = MeshSizes(1, 1, 1, 1, 1)
 
 
 def on_one_process(config: Config, precision: Any = "fp32") -> Config:
@@ -25,7 +24,7 @@ def on_one_process(config: Config, precision: Any = "fp32") -> Config:
         config.strategy,
         name="single",
         precision=precision,
-        mesh=MESH_OF_ONE_RANK,
+        mesh=MeshSizes.of_copies(1),
         comm_hook="none",
         recompute="none",
         sequence=False,

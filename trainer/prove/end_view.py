@@ -33,9 +33,11 @@ def find_processes(views: Collection[str], marks: Collection[bytes]) -> list[int
         if not name.isdigit() or int(name) in own:
             continue
         try:
-            with open(f"/proc/{name}/mountinfo", "rb") as file:
-                text = file.read()
-            is_left = any(f"/{view}/".encode() in text for view in views)
+            is_left = False
+            if views:
+                with open(f"/proc/{name}/mountinfo", "rb") as file:
+                    text = file.read()
+                is_left = any(f"/{view}/".encode() in text for view in views)
             if not is_left and marks:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     text = file.read()
@@ -48,8 +50,13 @@ def find_processes(views: Collection[str], marks: Collection[bytes]) -> list[int
 
 def kill_left(views: Collection[str], marks: Collection[bytes] = ()) -> None:
     """Kill such processes until there are none."""
+    kill_all(lambda: find_processes(views, marks))
+
+
+def kill_all(find: Callable[[], Collection[int]]) -> None:
+    """Kill what `find` returns until it returns nothing, for GRACE_S at most."""
     end = time.monotonic() + GRACE_S
-    while (left := find_processes(views, marks)) and time.monotonic() < end:
+    while (left := find()) and time.monotonic() < end:
         for each in left:
             try:
                 os.kill(each, signal.SIGKILL)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
@@ -16,10 +15,9 @@ from pathlib import Path
 
 from trainer.core.errors import RunError
 from trainer.core.process.child import end_with_parent
-from trainer.prove.end_view import kill_left
+from trainer.prove.end_view import kill_all, kill_left
 
 FOLDER = "LOCKSTEP_FOLDER"  # set for the processes of a session, which end with it
-GRACE_S = 5.0  # for its killed processes to be gone
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
@@ -67,7 +65,7 @@ def continue_in_session(prefix: str) -> Path:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     kill_left((), [f"{FOLDER}={folder}\0".encode()])
-    _kill_children(others)
+    kill_all(lambda: _reap_and_list(others))
     util._run_finalizers()  # type: ignore[attr-defined]  # removes the folder of the sockets
     shutil.rmtree(folder, ignore_errors=True)
     if code is None or -code in signal_numbers:
@@ -108,16 +106,15 @@ def _list_children() -> list[int]:
     return []
 
 
-def _kill_children(others: Collection[int]) -> None:
-    """Kill all children but `others`, and what becomes a child by that, until none is left.
+def _reap_and_list(others: Collection[int]) -> list[int]:
+    """Reap the children that have ended; return those that live, but `others`.
 
-    A search by environment alone misses a process between its fork and its exec.
+    Orphans become children one after another. A search by environment alone misses a process
+    between its fork and its exec.
     """
-    end = time.monotonic() + GRACE_S
-    while (left := {*_list_children()} - {*others}) and time.monotonic() < end:
-        for each in left:
-            with suppress(OSError):
-                os.kill(each, signal.SIGKILL)
-            with suppress(OSError):
-                os.waitpid(each, os.WNOHANG)
-        time.sleep(0.001)
+    living = []
+    for each in {*_list_children()} - {*others}:
+        with suppress(ChildProcessError):
+            if os.waitpid(each, os.WNOHANG) == (0, 0):
+                living.append(each)
+    return living

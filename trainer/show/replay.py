@@ -28,7 +28,6 @@ from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.trainer import active_run
 from trainer.show.run_reading import mesh_of
 
-MESH_OF_ONE_PROCESS = MeshSizes("auto", 1, 1, 1, 1)
 EXAMPLES_SHOWN = 5
 REPLAY_ADVICE = "give one run directory and one step: python -m trainer.show RUN step=N"
 
@@ -97,7 +96,7 @@ def _on_one_process(config: Config, directory: Path, resume: Path | None, scratc
     return replace(
         config,
         run=replace(config.run, resume=str(resume) if resume else None, name="replay", dir=scratch),
-        strategy=replace(config.strategy, name=name, comm_hook="none", mesh=MESH_OF_ONE_PROCESS),
+        strategy=replace(config.strategy, name=name, comm_hook="none", mesh=MeshSizes.of_copies()),
         data=replace(config.data, micro_batch=micro_batch),
         checkpoint=replace(config.checkpoint, mirror=None),
     )

@@ -26,8 +26,6 @@ from trainer.core.errors import ConfigError, visible
 from trainer.core.setup.early_checks import check_layout
 from trainer.core.strategy import find_devices
 
-MESH_OF_COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
-
 HELP = """usage: python -m trainer.use RUN [split=test] [key=value ...] [--config-dir DIR]
        python -m trainer.use RUN out=FILE [--stored] [split=test] [key=value ...]
        torchrun --nproc_per_node=<ranks> -m trainer.use RUN ...
@@ -171,7 +169,8 @@ def for_these_ranks(config: Config) -> Config:
     try:
         check_layout(config, world.with_devices(find_devices(block, world)))
     except ConfigError:
-        block = replace(block, name="ddp", mesh=MESH_OF_COPIES, sequence=False, devices_per_rank=1)
+        mesh = MeshSizes.of_copies()
+        block = replace(block, name="ddp", mesh=mesh, sequence=False, devices_per_rank=1)
         config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
     return config
 

@@ -110,6 +110,15 @@ def test_each_rank_writes_its_part_and_the_index_covers_every_element(saved):
     assert {entry["rank"] for entry in whole.manifest["files"].values()} == {0}
 
 
+def check_resumed(ranks, words, folder):
+    """Check that a run in two parts has the bits of one that is not interrupted."""
+    straight = fit_on(ranks, folder / "straight", *words)
+    fit_on(ranks, folder / "parts", *words, "run.steps=13")
+    resumed = fit_on(ranks, folder / "parts", *words, "run.resume=auto")
+    check_equal_bits(straight, resumed)
+    assert straight["losses"][20] == resumed["losses"][20]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("hsdp", 4)])
 def test_a_resume_in_the_same_layout_has_the_bits_of_an_undisturbed_run(strategy, ranks, tmp_path):
@@ -118,11 +127,7 @@ def test_a_resume_in_the_same_layout_has_the_bits_of_an_undisturbed_run(strategy
         *("optim.lr=0.01", "run.ema_decay=0.9", "checkpoint.every_steps=7"),
         *("task.options.dropout=0.2", "data.micro_batch=4"),
     ]
-    straight = fit_on(ranks, tmp_path / "straight", *words)
-    fit_on(ranks, tmp_path / "parts", *words, "run.steps=13")
-    resumed = fit_on(ranks, tmp_path / "parts", *words, "run.resume=auto")
-    check_equal_bits(straight, resumed)
-    assert straight["losses"][20] == resumed["losses"][20]
+    check_resumed(ranks, words, tmp_path)
 
 
 @pytest.mark.slow
@@ -134,11 +139,7 @@ def test_a_resume_on_the_same_mesh_has_the_bits_of_an_undisturbed_run(mesh, tmp_
         *("run.ema_decay=0.9", "checkpoint.every_steps=7", "task.options.dropout=0.2"),
         "data.micro_batch=4",
     ]
-    straight = fit_on(ranks, tmp_path / "straight", *words)
-    fit_on(ranks, tmp_path / "parts", *words, "run.steps=13")
-    resumed = fit_on(ranks, tmp_path / "parts", *words, "run.resume=auto")
-    check_equal_bits(straight, resumed)
-    assert straight["losses"][20] == resumed["losses"][20]
+    check_resumed(ranks, words, tmp_path)
 
 
 @pytest.mark.slow

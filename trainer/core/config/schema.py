@@ -78,6 +78,11 @@ class MeshSizes:
     context: Axis | Literal["auto"]
     pipeline: Axis | Literal["auto"]
 
+    @classmethod
+    def of_copies(cls, ranks: int | Literal["auto"] = "auto") -> MeshSizes:
+        """Return the mesh of ranks that each have the whole model."""
+        return cls(ranks, 1, 1, 1, 1)
+
 
 @dataclass
 class StrategySettings:
