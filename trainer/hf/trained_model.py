@@ -15,7 +15,7 @@ from trainer.core.engine.evaluation import Evaluator
 from trainer.core.engine.precision import WEIGHTS
 from trainer.core.loop.training import examine, kept_task
 
-ROWS = 7  # of the examples that an export is compared on
+EXPORT_ROWS = 7  # of the examples that an export is compared on
 
 
 def on_one_process(config: Config, precision: Any = "fp32") -> Config:
@@ -38,7 +38,7 @@ def on_one_process(config: Config, precision: Any = "fp32") -> Config:
         strategy=strategy,
         run=replace(config.run, compile=False),
         data=replace(config.data, micro_batch=None, workers=0),
-        eval=replace(config.eval, micro_batch=ROWS),
+        eval=replace(config.eval, micro_batch=EXPORT_ROWS),
     )
 
 

@@ -31,7 +31,7 @@ from trainer.core.errors import CheckpointError, ConfigError, RunError, one_line
 from trainer.core.same import CLOSE
 from trainer.core.same.distance import apart
 from trainer.hf.staged_folder import open_scratch, why_full
-from trainer.hf.trained_model import ROWS, on_one_process
+from trainer.hf.trained_model import EXPORT_ROWS, on_one_process
 from trainer.use.model import (
     ExportModel,
     Flat,
@@ -137,7 +137,7 @@ def compare(trained: ExportModel, flat: Flat, path: Path) -> Differences:
     options.log_severity_level = 3  # errors only
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     differences = {}
-    for rows in sorted({1, min(ROWS, trained.rows)}):
+    for rows in sorted({1, min(EXPORT_ROWS, trained.rows)}):
         tensors = tensors_in(first_rows(trained.inputs, rows))
         names = [each.name for each in session.get_inputs()]
         arrays = dict(zip(flat.inputs, (t.numpy() for t in tensors), strict=True))
@@ -161,7 +161,7 @@ def scale_of(values: torch.Tensor) -> float:
 
 
 ENGINE_ROWS = 64  # the most of a batch of the engine
-OFTEN = ROWS  # the batch that it is tuned for
+OFTEN = EXPORT_ROWS  # the batch that it is tuned for
 
 
 def check_tensorrt(directory: str) -> None:

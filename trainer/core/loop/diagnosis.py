@@ -32,7 +32,7 @@ from trainer.core.distributed.group import Group, find_odd_ranks, number_of
 from trainer.core.distributed.watch.phases import name_ranks
 from trainer.core.engine.context import Hooks
 from trainer.core.engine.engine import Engine
-from trainer.core.engine.training_state import Shards
+from trainer.core.engine.training_state import ABSENT_DIGEST, Shards
 from trainer.core.engine.values import weigh_all
 from trainer.core.errors import ConfigError, RunError, one_line, place_of
 from trainer.core.hook_calls import call
@@ -44,7 +44,6 @@ from trainer.core.strategy.mesh_sizes import SHARDED, WHOLE, Mesh
 from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.task import Task
 
-ABSENT_DIGEST = -(2**63)
 TENSOR_FORMS = ((), WHOLE, SHARDED)  # the axes along which ranks have other parts of a tensor
 Digests = dict[str, int]
 
