@@ -52,4 +52,6 @@ for epoch in range(step // per_epoch, 4):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "step": step}, options.folder / "last.pt")
 if dist.is_initialized():
+    del wrapped  # a wrapper that outlives its group can hang the exit
+    dist.barrier()
     dist.destroy_process_group()

@@ -189,6 +189,7 @@ def train_plain(words: list[str], folder: str) -> Iterator[Any]:
         optimizer.step()
         optimizer.zero_grad()
     yield model, optimizer
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -76,6 +76,7 @@ def plain(words: list[str], folder: str) -> list[float]:
                 dist.all_reduce(loss.detach())
             times.append(time.perf_counter())
             if len(times) == task.config.run.steps:
+                dist.barrier()
                 dist.destroy_process_group()
                 return [after - before for before, after in itertools.pairwise(times)]
     raise AssertionError("unreachable")
@@ -98,6 +99,7 @@ def by_parts(words: list[str], folder: str) -> list[float]:
                 dist.all_reduce(loss)
             times.append(time.perf_counter())
             if len(times) == task.config.run.steps:
+                dist.barrier()
                 dist.destroy_process_group()
                 return [after - before for before, after in itertools.pairwise(times)]
 

@@ -12,6 +12,7 @@ nor the loader has a position.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -78,7 +79,10 @@ def train(
             if progress["step"] % save_every == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, "progress": progress}, checkpoint)
-    del model  # DDP must be freed before its process group
+    # A group that ends before its wrappers, or while another rank uses it, aborts or hangs the exit.
+    del model
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
     return losses
 

@@ -9,6 +9,7 @@ micro-batches.
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -73,7 +74,10 @@ def main() -> None:
     accuracy, counted = validate(model)
     if dist.get_rank() == 0:
         recorder.finish(model.module, accuracy, counted)
-    del model  # DDP must be freed before its process group
+    # A group that ends before its wrappers, or while another rank uses it, aborts or hangs the exit.
+    del model
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
 
 
