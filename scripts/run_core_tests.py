@@ -23,7 +23,7 @@ def copy_core(tree: Path) -> None:
     listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
         parts = Path(name).parts
-        is_companion = parts[0] == "trainer" and len(parts) > 2 and parts[1] != "core"
+        is_companion = parts[0] == "trainer" and len(parts) > 2 and parts[1] not in ("base", "core")
         if is_companion or not (ROOT / name).is_file():
             continue
         (tree / name).parent.mkdir(parents=True, exist_ok=True)

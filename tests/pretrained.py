@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer
-from trainer.core.process import child
+from trainer.base.process import child
 from trainer.hf import reload
 
 WORDS = 64

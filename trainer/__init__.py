@@ -1,14 +1,14 @@
 """Lockstep: one run, any layout. What a task may import; torch is loaded when it is needed."""
 
-from trainer.core import process  # noqa: F401  # before any other import
+from trainer.base import process  # noqa: F401  # before any other import
 
 # isort: split
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.core.errors import CheckpointError, ConfigError, RunError
-from trainer.core.process import uncollected
+from trainer.base.errors import CheckpointError, ConfigError, RunError
+from trainer.base.process import uncollected
 
 # Torch reads it when it is loaded. At WARNING a rank whose store dies prints 20 lines of C++ frames
 # before our line, which says the same.

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from trainer.base.errors import ConfigError, RunError, message_of, place_of, shortened, visible
+from trainer.base.process import invocation, uncollected
+from trainer.base.process.streams import SoleDocument, outlive_terminal
+from trainer.base.process.tracebacks import describe_cause, find_failure, format_traceback, show
 from trainer.core.config.copies import copy_of, remove_copies, with_addresses
 from trainer.core.config.rules import check_path
 from trainer.core.config.schema import Config
@@ -25,7 +29,6 @@ from trainer.core.config.stores import address_problem, is_address
 from trainer.core.config.targets import masked, resolve
 from trainer.core.config.typed import suggest
 from trainer.core.config.working_folder import find_options, read_settings
-from trainer.core.distributed import launchers
 from trainer.core.distributed.launchers import CODES, ERROR_FILE, find_launcher, record_failure
 from trainer.core.distributed.signals import (
     CODE_OF_INTERRUPT,
@@ -34,22 +37,6 @@ from trainer.core.distributed.signals import (
     let_go,
 )
 from trainer.core.distributed.watch.watcher import LOST
-from trainer.core.errors import (
-    ConfigError,
-    RunError,
-    message_of,
-    place_of,
-    shortened,
-    visible,
-)
-from trainer.core.process import uncollected
-from trainer.core.process.streams import SoleDocument, outlive_terminal
-from trainer.core.process.tracebacks import (
-    describe_cause,
-    find_failure,
-    format_traceback,
-    show,
-)
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")
@@ -89,7 +76,7 @@ def run(
             code = 0
         elif usage and len(words) < len(arguments):
             text = usage if isinstance(usage, str) else usage(words)
-            print(launchers.as_started(text + JSON_HELP * has_json))
+            print(invocation.as_started(text + JSON_HELP * has_json))
             code = 0
         elif has_json and JSON in arguments:
             _documents.append(SoleDocument())
@@ -241,7 +228,7 @@ def _print_error(error: Exception) -> None:
 
 def _own_words(line: str) -> str:
     """Return a line with the command and the places that the user gave, without secrets."""
-    return masked(with_addresses(launchers.as_started(line)), sys.argv[1:])
+    return masked(with_addresses(invocation.as_started(line)), sys.argv[1:])
 
 
 def _patience() -> float:

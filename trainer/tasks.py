@@ -3,6 +3,6 @@
 They are not a top-level package `tasks`: a user's folder of that name would shadow it.
 """
 
-from trainer.core.config import HOME
+from trainer.base.folders import HOME
 
 __path__ = [str(HOME / "tasks")]

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from trainer.base.errors import ConfigError, visible
 from trainer.cli import (
     HYDRA_FLAGS,
     JSON,
@@ -21,7 +22,6 @@ from trainer.core.config.schema import Config
 from trainer.core.config.working_folder import find_options
 from trainer.core.distributed.launchers import MARK, find_launcher
 from trainer.core.distributed.signals import catch_early
-from trainer.core.errors import ConfigError, visible
 from trainer.core.extensions import LAUNCHERS, QUESTIONS
 from trainer.core.setup import check_soon
 from trainer.verbs import STRATEGIES, VERBS, list_verbs, no_verb

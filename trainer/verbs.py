@@ -6,14 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.core.distributed.launchers import (
-    SCRIPT,
-    append_working_directory,
-    as_started,
-    run_module,
-)
-from trainer.core.errors import closest, visible
-from trainer.core.process.streams import outlive_terminal
+from trainer.base.errors import closest, visible
+from trainer.base.process.invocation import SCRIPT, append_working_directory, as_started, run_module
+from trainer.base.process.streams import outlive_terminal
 
 MOMENTS = {
     "make": {"new": "create a project: a task of your own, or a recipe that runs right away"},

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from trainer.core.process import torch_flags
+from trainer.base.process import torch_flags
 
 THREADS = 8
 

@@ -24,7 +24,7 @@ from harness.internals import checkpoint
 from harness.stored import Shards, content_of, save
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from trainer.core.errors import RunError
+from trainer.base.errors import RunError
 from trainer.core.strategy.tensor_shards import Shard
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from typing import Any
 from harness.internals import checkpoint
 
 from faults.common import Row, Shape, folder, random_of
-from trainer.core.errors import CheckpointError
+from trainer.base.errors import CheckpointError
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096
 SHARDS = ("model-r00000.safetensors", "model-r00001.safetensors")

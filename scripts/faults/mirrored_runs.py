@@ -23,9 +23,9 @@ from harness.s3 import Proxy
 from faults.common import Row, difference, folder, random_of, state_of, wait_for, words_of
 from faults.mirror import in_child, served
 from faults.runs import Launched
+from trainer.base.errors import CheckpointError, ConfigError
 from trainer.core.checkpoints import transaction
 from trainer.core.config.copies import copy_of
-from trainer.core.errors import CheckpointError, ConfigError
 
 STEPS = 16
 SETTLED_S = 0.3  # a killed rank's last request reaches the store within this time

@@ -17,8 +17,8 @@ from harness.stored import opened_saver
 
 from faults.calls import calls_in, inject
 from faults.common import FACTS, Row, Shape, folder, random_of, traced, without_strace
+from trainer.base.errors import RunError
 from trainer.core.checkpoints.saver import Snapshot
-from trainer.core.errors import RunError
 
 RANKS, OLD, NEW = 4, 1, 2
 ATTEMPTS = 3  # on a busy machine a rank that waits makes some calls more or fewer

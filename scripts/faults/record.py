@@ -17,8 +17,8 @@ from faults.common import Row, folder, random_of, wait_for
 from faults.launches import Undisturbed
 from faults.machine import _end, _words
 from faults.runs import LIMIT_S, STEPS, Launched, _judge
+from trainer.base.errors import ConfigError
 from trainer.core.checkpoints.run_directory import check_free
-from trainer.core.errors import ConfigError
 
 TALKING = "task.trainer=faults.task.Talking"
 Meddle = Callable[[Path, list[str]], str | None]  # run directory, command -> problem

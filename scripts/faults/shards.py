@@ -27,8 +27,8 @@ from harness.training import CONF
 from faults.common import Row, folder, random_of, state_of, wait_for
 from faults.runs import _judge
 from trainer import ConfigError, ShardedDataset
+from trainer.base.errors import describe_with_place
 from trainer.core.distributed.watch.watcher import LOST
-from trainer.core.errors import describe_with_place
 from trainer.shards import download
 from trainer.shards.__main__ import write_shards
 from trainer.shards.index import NAME, OF_MDS, ShardIndex

@@ -79,7 +79,7 @@ def train(
             if progress["step"] % save_every == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, "progress": progress}, checkpoint)
-    # A group that ends before its wrappers, or while another rank uses it, aborts or hangs the exit.
+    # A group that ends before its wrappers, or while a rank uses it, aborts or hangs the exit.
     del model
     gc.collect()
     dist.barrier()

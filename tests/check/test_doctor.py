@@ -26,11 +26,11 @@ from harness.s3 import proxied
 
 import trainer as package
 from trainer import ConfigError, World, load_config
+from trainer.base.errors import counted
 from trainer.check import doctor as group_checks
 from trainer.check import rank_checks
 from trainer.check.__main__ import _layout_of, _start, main
 from trainer.core.distributed import accelerator
-from trainer.core.errors import counted
 from trainer.core.record import fingerprint
 from trainer.places import ray_cluster
 from trainer.places.bucket import Bucket

@@ -17,11 +17,11 @@ from harness.training import compose
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.base.errors import ConfigError
 from trainer.check.plan_trial import SharedParts
 from trainer.check.planning import PlannedLayout, make_plan
 from trainer.core.checkpoints.tensor_files import memory_of
 from trainer.core.distributed.devices import find_device
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.cost import MEASURED
 from trainer.core.trainer import active_run
 from trainer.mesh.p2p import most_kept

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError
 from trainer.cli import split_arguments
-from trainer.core.errors import ConfigError
 
 _known: dict[str, bytes] = {}
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.core.distributed.watch.process_table import list_children as children_of
+from trainer.base.process.table import list_children as children_of
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent

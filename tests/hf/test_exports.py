@@ -18,7 +18,7 @@ image = pytest.importorskip("PIL.Image")
 tqdm = pytest.importorskip("tqdm")
 tqdm.tqdm.monitor_interval = 0  # it is a thread
 
-from trainer.core.errors import ConfigError  # noqa: E402
+from trainer.base.errors import ConfigError  # noqa: E402
 from trainer.hf import (  # noqa: E402
     pipelines,
     pretrained,

@@ -18,8 +18,8 @@ peft = pytest.importorskip("peft")
 tqdm = pytest.importorskip("tqdm")
 tqdm.tqdm.monitor_interval = 0  # it is a thread
 
+from trainer.base.errors import ConfigError, RunError  # noqa: E402
 from trainer.core.checkpoints.transaction import steps  # noqa: E402
-from trainer.core.errors import ConfigError, RunError  # noqa: E402
 from trainer.hf import folder_export, pretrained  # noqa: E402
 from trainer.hf.folder_export import FolderExport, write_pretrained  # noqa: E402
 from trainer.places.bucket import Bucket  # noqa: E402

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.hf import staged_folder
 from trainer.hf.staged_folder import open_scratch, publish, why_full
 

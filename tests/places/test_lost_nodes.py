@@ -10,8 +10,8 @@ from harness import CONF, check_equal_bits, ended, fit_on, launch
 from tiny import Tiny
 
 from trainer import load_config
+from trainer.base.errors import RunError
 from trainer.core.checkpoints import resume
-from trainer.core.errors import RunError
 
 RECIPE = [
     *("task=tiny", "task.options.norm=true", "task.options.dropout=0.2", "run.steps=20"),

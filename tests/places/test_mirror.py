@@ -18,12 +18,12 @@ from harness.fences import open_fence
 from harness.s3 import proxied
 
 from trainer import ConfigError, load_config
+from trainer.base.errors import CheckpointError
 from trainer.core.checkpoints.transaction import steps
 from trainer.core.config.copies import copy_of, remove_copies
 from trainer.core.config.stores import Events, StoreError, address_problem
 from trainer.core.distributed import owner
 from trainer.core.distributed.owner import Owner
-from trainer.core.errors import CheckpointError
 from trainer.places import bucket, fence
 from trainer.places.bucket import Bucket, _translated
 from trainer.places.listing import folder_of, newest_lease, read_listing

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from trainer.core.errors import ConfigError, RunError
+from trainer.base.errors import ConfigError, RunError
 from trainer.core.strategy.ddp import open_hook
 from trainer.core.strategy.modules.batchnorm import synchronize
 from trainer.places import mpi

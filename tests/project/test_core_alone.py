@@ -15,7 +15,7 @@ def alone(tmp_path_factory):
     """A tree of the core, the face, conf/ and tasks/, from which the companions were deleted."""
     tree = tmp_path_factory.mktemp("alone")
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("trainer/core", "conf", "tasks"):
+    for name in ("trainer/base", "trainer/core", "conf", "tasks"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for path in (ROOT / "trainer").glob("*.py"):
         shutil.copy(path, tree / "trainer")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from trainer.core.errors import INDENT, CheckpointError, ConfigError, RunError
+from trainer.base.errors import INDENT, CheckpointError, ConfigError, RunError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "trainer"
 SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
@@ -80,7 +80,7 @@ def texts(node: ast.expr, place: Place) -> list[str]:
     if isinstance(node, ast.Name) and (known := list(values(node.id, place))):
         return [text for value, home in known for text in texts(value, home)]
     written = ast.unparse(node)
-    if written.startswith(("suggest(", "translate(")):
+    if written.startswith(("suggest(", "translate(", "did_you_mean(")):
         return ["; did you mean"]
     return ["an error of the system" if written.endswith(".strerror") else "{}"]
 

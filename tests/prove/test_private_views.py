@@ -21,7 +21,7 @@ import torch
 from harness import wait_for
 from test_prove import RECORDER, SCRIPTS, found_of, is_running
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.prove import enter_view, private_view
 from trainer.prove.__main__ import main
 from trainer.prove.end_view import remove

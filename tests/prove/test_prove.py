@@ -17,7 +17,7 @@ import torch
 import yaml
 from harness import wait_for
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.prove import runner
 from trainer.prove.__main__ import as_dictionary, divide, main, prove
 from trainer.prove.comparison import _is_amplified

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_prove import SCRIPTS, found_of, reasons, start
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.prove.__main__ import main, make_folder
 from trainer.prove.comparison import _compare_rest
 from trainer.prove.merging import CommandHistory, Merged, RankHistory, distance

@@ -9,7 +9,7 @@ import pytest
 from test_prove import found_of, start
 from test_prove_causes import SMALLEST
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.prove import kept_output
 from trainer.prove.__main__ import main, prove
 from trainer.prove.comparison import _compare_lengths

@@ -34,7 +34,7 @@ def test_a_process_of_any_session_is_found_by_its_mark():
 
 IN_A_SESSION = """
 import os, subprocess, sys, time
-from trainer.core.errors import RunError
+from trainer.base.errors import RunError
 from trainer.prove.worker_session import continue_in_session
 try:
     folder = continue_in_session("lockstep-test-")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainer import ConfigError, RunError
+from trainer.base.errors import ServerError
 from trainer.core.distributed import signals
-from trainer.core.errors import ServerError
 from trainer.shards import long_work
 from trainer.shards.long_work import run_apart, watched
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainer import ConfigError, PackedDataset, ShardedDataset, Trainer
+from trainer.base.errors import ShardError
 from trainer.core.data.packing import pack
-from trainer.core.errors import ShardError
 from trainer.shards.__main__ import write_shards
 
 BUDGET = 32

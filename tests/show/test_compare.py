@@ -14,8 +14,8 @@ from harness.stored import tensors_of
 from safetensors.torch import save_file
 from tiny import Tiny
 
+from trainer.base.errors import ConfigError
 from trainer.core.checkpoints import disk, transaction
-from trainer.core.errors import ConfigError
 from trainer.pages.charts import overlay
 from trainer.show.__main__ import main as compare
 from trainer.show.compare import expand

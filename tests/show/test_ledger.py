@@ -10,10 +10,10 @@ import torch
 from harness import fit, fit_on, newest, on_ranks
 from harness.verbs import audit
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.ledger import CLOSE_EVERY, Ledger, digests
 from trainer.core.data.order import BatchPlan, EpochSampler
 from trainer.core.data.sampling import Shuffle
-from trainer.core.errors import ConfigError
 from trainer.core.rng.philox import Order
 from trainer.show import audit as audit_module
 from trainer.show.audit import count_taken, expected

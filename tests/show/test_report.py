@@ -14,7 +14,7 @@ from test_bad_steps import BadExample
 from test_compare import check_page
 
 from trainer import read_run
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.pages import Page, Section
 from trainer.pages.charts import Axis, Chart, Line, describe, duration, rounded, shown
 from trainer.show.__main__ import main as report

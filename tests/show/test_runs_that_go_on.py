@@ -12,9 +12,9 @@ from harness.internals import checkpoint
 from harness.training import compose
 from tiny import Tiny
 
+from trainer.base.errors import CheckpointError
 from trainer.core.checkpoints import reading
 from trainer.core.distributed.group import Group
-from trainer.core.errors import CheckpointError
 from trainer.show.differences import find_first, list_compared
 from trainer.show.run_reading import RunFiles
 

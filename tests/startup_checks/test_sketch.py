@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.core.same.distance import sketch
+from trainer.base.same.distance import sketch
 
 SHAPES = [(), (1,), (1023,), (1025,), (300, 500), (1024, 1024), (1500, 1500)]
 

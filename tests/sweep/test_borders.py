@@ -11,16 +11,17 @@ import pytest
 from harness import CONF
 
 from trainer import ConfigError, cli, load_config
+from trainer.base.errors import RunError
+from trainer.base.process import table
 from trainer.check.doctor import list_checks
 from trainer.core.config.compose import load_run_config
-from trainer.core.config.plain_files import format_config
 from trainer.core.config.rules import is_port
+from trainer.core.config.saved_config import format_config
 from trainer.core.config.typed import build
 from trainer.core.distributed import world
 from trainer.core.distributed.launchers import Launcher
 from trainer.core.distributed.signals import CODE_OF_INTERRUPT
 from trainer.core.distributed.world import World
-from trainer.core.errors import RunError
 from trainer.sweep import __main__ as main
 from trainer.sweep import jobs, study
 from trainer.sweep.jobs import Job, Sweep
@@ -264,9 +265,9 @@ def test_cores_of_a_rank_by_launcher(monkeypatch):
 )
 def test_usable_cores_are_those_of_the_process_within_its_quota(text, cores, monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(world, "Path", lambda path: tmp_path / "cpu.max")
-    monkeypatch.setattr(world.os, "sched_getaffinity", lambda pid: {1, 2, 5, 7})
-    assert world.usable_cores() == cores
+    monkeypatch.setattr(table, "Path", lambda path: tmp_path / "cpu.max")
+    monkeypatch.setattr(table.os, "sched_getaffinity", lambda pid: {1, 2, 5, 7})
+    assert table.usable_cores() == cores
 
 
 @pytest.mark.parametrize(("threads", "result"), [(4, "ok"), (5, "warn")])

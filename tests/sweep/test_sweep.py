@@ -13,9 +13,9 @@ from harness.command import fork_jobs
 from harness.training import compose
 
 from trainer import ConfigError, load_config
+from trainer.base.errors import RunError
 from trainer.core.config.compose import SEARCHED, parse
 from trainer.core.distributed import world
-from trainer.core.errors import RunError
 from trainer.sweep import __main__ as main
 from trainer.sweep import jobs, study
 from trainer.sweep.__main__ import expand

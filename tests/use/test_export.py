@@ -17,8 +17,8 @@ from torch import nn
 
 import trainer.tasks.cifar
 from trainer import load_config
-from trainer.core.errors import ConfigError, RunError
-from trainer.core.same.distance import apart
+from trainer.base.errors import ConfigError, RunError
+from trainer.base.same.distance import apart
 from trainer.use import export as export_room
 from trainer.use import model
 from trainer.use.model import Flat

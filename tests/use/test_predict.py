@@ -16,8 +16,8 @@ from mesh_gpt import Meshed
 from tiny import Tiny
 
 from trainer import ConfigError
+from trainer.base.errors import RunError
 from trainer.core.engine.evaluation import Evaluator
-from trainer.core.errors import RunError
 from trainer.core.loop.training import examine
 from trainer.use.predict import WRITERS, _write
 

@@ -18,6 +18,7 @@ from tiny import Tiny
 
 import trainer
 from trainer import ConfigError, Trainer, limit, load_config
+from trainer.base.process import table
 from trainer.core.config.targets import check_target
 from trainer.core.config.typed import HINTS, OptionMapping, build
 from trainer.core.data.order import BatchSplit
@@ -350,7 +351,7 @@ def test_driver_without_a_visible_gpu_is_reported(tmp_path, monkeypatch):
 def test_run_that_is_slow_for_a_known_reason_reports_it(command, tmp_path):
     words = [*AUTO[:1], "run.steps=1", "data.path=streamed", "strategy.precision=fp32"]
     words += [f"run.dir={tmp_path}", f"--config-dir={CONF}"]
-    cores = world.usable_cores()
+    cores = table.usable_cores()
     done = command(*words, ranks=cores + 1)
     assert done.returncode == 0, done.stderr
     assert f"slower than necessary: {cores + 1} ranks share {cores} cores\n" in done.stdout

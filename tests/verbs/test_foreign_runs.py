@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from trainer import ConfigError, RunError, load_config
+from trainer.base.errors import visible
 from trainer.core.config.compose import load_run_config
-from trainer.core.config.plain_files import CONFIG, format_config, read_config
+from trainer.core.config.saved_config import CONFIG, format_config, read_config
 from trainer.core.config.working_folder import read_settings
-from trainer.core.errors import visible
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from faults import hostile

@@ -20,10 +20,10 @@ from test_proof import NAMED
 from tiny import Tiny
 from torch import nn
 
+from trainer.base.errors import ConfigError
+from trainer.base.process.child import last_words
+from trainer.base.process.table import usable_cores
 from trainer.core.distributed.launch import fork_ranks
-from trainer.core.distributed.world import usable_cores
-from trainer.core.errors import ConfigError
-from trainer.core.process.child import last_words
 from trainer.core.trainer import Trainer
 from trainer.verify import recorded_run
 from trainer.verify.command import verify

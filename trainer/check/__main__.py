@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError
+from trainer.base.process.streams import HidingStream
 from trainer.cli import (
     answer,
     check_alone,
@@ -27,8 +29,6 @@ from trainer.core.config.compose import load_config
 from trainer.core.config.schema import Config, LaunchSettings
 from trainer.core.distributed.launchers import MASTER, find_launcher
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
-from trainer.core.process.streams import HidingStream
 from trainer.places.ray_cluster import range_of
 
 HELP = """usage: python -m trainer.check [task=<name>] [data.url=URL] [key=value ...]

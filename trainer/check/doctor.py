@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.base.errors import ConfigError, counted, one_line, visible
 from trainer.check.rank_checks import (
     ADVICE_BY_CHECK,
     Check,
@@ -40,7 +41,6 @@ from trainer.core.distributed.launchers import MASTER, Launcher
 from trainer.core.distributed.rendezvous import check_init, choose_backend, meet, part
 from trainer.core.distributed.watch.phases import name_ranks
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, counted, one_line, visible
 from trainer.core.record import startup
 from trainer.core.setup.early_checks import check_layout
 from trainer.core.task import Task

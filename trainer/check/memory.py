@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError
 from trainer.check.plan_trial import FakeModel, PlanTrial
 from trainer.check.step_costs import Passes
 from trainer.core.engine.optimizers import check_optimizers
 from trainer.core.engine.training_state import size_of_averages
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.cost import (
     ESTIMATED,
     MEASURED,

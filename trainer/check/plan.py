@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from trainer.base.errors import ConfigError, counted, visible
+from trainer.base.process import invocation
+from trainer.base.process.streams import print_table
 from trainer.check.memory import scaled, show_bytes
 from trainer.check.planning import Plan, Speed
 from trainer.core.config.compose import load_config
-from trainer.core.distributed import launchers
-from trainer.core.errors import ConfigError, counted, visible
-from trainer.core.process.streams import print_table
 from trainer.core.strategy.cost import ESTIMATED, MEASURED
 
 Replan = Callable[[Sequence[str]], Plan]  # overrides of a run -> its plan
@@ -256,7 +256,7 @@ def _fit(plan: Plan, advice: Advice | None) -> list[str]:
     if advice is None or advice.plan is None:
         tried = "smaller micro-batches, hsdp, fsdp, fsdp_tp and strategy.recompute=blocks"
         return [f"{line}; {tried} do not fit either: use more ranks, or a smaller model"]
-    command = launchers.as_started(advice.command)
+    command = invocation.as_started(advice.command)
     return [line, f"this layout fits, with {show_bytes(advice.plan.total)}: {command}"]
 
 
@@ -298,7 +298,7 @@ def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, An
         "notes": plan.notes,
     }
     if advice is not None:
-        facts["advice"] = launchers.as_started(advice.command) or None
+        facts["advice"] = invocation.as_started(advice.command) or None
     return facts
 
 

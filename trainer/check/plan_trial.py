@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from trainer.base.errors import ConfigError
 from trainer.cli import load_task
 from trainer.core.config.schema import Config
 from trainer.core.data.preparation import MicroBatch
@@ -28,7 +29,6 @@ from trainer.core.distributed.launchers import Launcher
 from trainer.core.distributed.ranks import lone_rank
 from trainer.core.distributed.world import RankGroup, World
 from trainer.core.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
-from trainer.core.errors import ConfigError
 from trainer.core.hook_calls import call
 from trainer.core.setup.build import Setup, make_model
 from trainer.core.setup.early_checks import check_run, try_optimizer

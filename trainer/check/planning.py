@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.base.process.torch_flags import torch_flags_kept
 from trainer.check.memory import (
     ACTIVATIONS,
     StageTensors,
@@ -25,7 +26,6 @@ from trainer.core.config.schema import Config
 from trainer.core.data.order import BatchPlan
 from trainer.core.distributed.devices import Device
 from trainer.core.engine.training_state import size_of_averages
-from trainer.core.process.torch_flags import torch_flags_kept
 from trainer.core.record import startup
 from trainer.core.strategy.cost import Cost, MemoryRow, Message, PlannedRank, size_of
 from trainer.core.strategy.mesh_sizes import AXES, DATA

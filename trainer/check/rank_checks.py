@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 
 import trainer
+from trainer.base.errors import ConfigError, RunError, counted, one_line
+from trainer.base.process.streams import print_table
 from trainer.cli import answer, tell
 from trainer.core.config.schema import Config, LaunchSettings
 from trainer.core.config.stores import StoreError
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
-from trainer.core.errors import ConfigError, RunError, counted, one_line
-from trainer.core.process.streams import print_table
 from trainer.core.record import fingerprint, startup
 from trainer.core.record.startup import MOST_RANKS
 from trainer.core.task import Task

@@ -12,10 +12,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import ConfigError, one_line
 from trainer.check.plan_trial import KINDS, PlanTrial
 from trainer.core.engine.means import Means
 from trainer.core.engine.objective import Objective, UpdateLoss
-from trainer.core.errors import ConfigError, one_line
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import take_rows
 from trainer.core.strategy.cost import Message

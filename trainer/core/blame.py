@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map
 
-from trainer.core.codec import name_of
-from trainer.core.errors import ConfigError, RunError, message_of, one_line
+from trainer.base.codec import name_of
+from trainer.base.errors import ConfigError, RunError, message_of, one_line
 from trainer.core.micro_batch import Rows, slice_rows
 
 RAISE = dis.opmap["RAISE_VARARGS"]

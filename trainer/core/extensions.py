@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 
 
 class Rows:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated
 
+from trainer.base.errors import ConfigError, describe_with_place
 from trainer.core.config.schema import Config
 from trainer.core.config.typed import limit
-from trainer.core.errors import ConfigError, describe_with_place
 
 Factor = Callable[[int], float]
 MOST_TRIED = 1000  # steps, in about a millisecond

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import Spec, call_target
 from trainer.core.config.typed import OptionMapping, build, defaults_of, unknown
@@ -31,7 +32,6 @@ from trainer.core.distributed.world import World
 from trainer.core.engine.optimizers import split_for_muon
 from trainer.core.engine.step import Outcome
 from trainer.core.engine.values import Values
-from trainer.core.errors import ConfigError
 from trainer.core.rng.philox import Random
 from trainer.core.strategy import find_devices
 from trainer.core.strategy.optimizer_trial import fused_option

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError, visible
 from trainer.core.config.schema import Config
 from trainer.core.data.batches import LocalBatch
 from trainer.core.distributed.world import World
@@ -19,7 +20,6 @@ from trainer.core.engine.optimizers import check_optimizers
 from trainer.core.engine.step import Outcome
 from trainer.core.engine.trial import NO_RUN, ONLY_IN_FIT, TaskRun
 from trainer.core.engine.values import Values, check_name
-from trainer.core.errors import ConfigError, visible
 from trainer.core.extensions import EXPORT
 from trainer.core.loop.run import Run
 from trainer.core.loop.training import FitResult, examine, start, train

@@ -26,22 +26,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.durable_files import sync_directory
+from trainer.base.errors import CheckpointError, ConfigError, RunError, one_line, visible
+from trainer.base.folders import PACKAGE
+from trainer.base.new_files import check_creatable, check_name
+from trainer.base.plain_files import read_json
+from trainer.base.process import child
+from trainer.base.process.child import interrupted_by_sigterm
+from trainer.base.process.streams import BARS
+from trainer.base.same import BY_HAND, DIVIDED, Limits
+from trainer.base.same.distance import apart
 from trainer.core.checkpoints import transaction
-from trainer.core.checkpoints.disk import sync_directory
 from trainer.core.checkpoints.run_directory import PROOF, write_exit
 from trainer.core.checkpoints.saver import copy_again
-from trainer.core.config import PACKAGE
-from trainer.core.config.new_files import check_creatable, check_name
-from trainer.core.config.plain_files import read_json
 from trainer.core.config.schema import Config
 from trainer.core.distributed.launchers import RANKS
-from trainer.core.errors import CheckpointError, ConfigError, RunError, one_line, visible
-from trainer.core.process import child
-from trainer.core.process.child import interrupted_by_sigterm
-from trainer.core.process.streams import BARS
 from trainer.core.record.startup import Summary
-from trainer.core.same import BY_HAND, DIVIDED, Limits
-from trainer.core.same.distance import apart
 from trainer.hf import pipelines
 from trainer.hf.classes import CAUSAL, base_of, why_not_exported
 from trainer.hf.library import quiet_transformers

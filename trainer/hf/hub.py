@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import ConfigError
-from trainer.core.errors import did_you_mean, one_line
+from trainer.base.errors import did_you_mean, one_line
 from trainer.hf.repository import PARTS_INDEX, WEIGHT_FILE, look_at, matching, without_weights
 
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from trainer.core.process.streams import without_bars
+from trainer.base.process.streams import without_bars
 
 FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from trainer import ConfigError
-from trainer.core.errors import did_you_mean
+from trainer.base.errors import did_you_mean
 from trainer.hf import repository
 from trainer.hf.hub import (
     OF_TOKENS,

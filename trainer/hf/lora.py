@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from trainer import ConfigError, RunError
-from trainer.core.errors import did_you_mean, one_line
+from trainer.base.errors import did_you_mean, one_line
 from trainer.hf.hub import import_packages
 from trainer.hf.repository import NEW_HEADS
 

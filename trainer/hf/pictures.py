@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer import ConfigError, ResidentDataset
-from trainer.core.errors import one_line
+from trainer.base.errors import one_line
 from trainer.shards.long_work import watched
 
 SHAPES = ("circle", "square", "triangle")

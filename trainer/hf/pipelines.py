@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.core.errors import one_line
-from trainer.core.same import BY_HAND
-from trainer.core.same.distance import apart
+from trainer.base.errors import one_line
+from trainer.base.same import BY_HAND
+from trainer.base.same.distance import apart
 
 GENERATION = "text-generation"
 NEW_TOKENS = 8  # of the answer that is compared

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.errors import one_line
+from trainer.base.process.child import end_with_parent
+from trainer.base.process.torch_flags import resolve_vector_functions
+from trainer.base.same.distance import apart
 from trainer.core.blame import call_plainly
-from trainer.core.errors import one_line
-from trainer.core.process.child import end_with_parent
-from trainer.core.process.torch_flags import resolve_vector_functions
-from trainer.core.same.distance import apart
 from trainer.hf.pipelines import check_calls
 
 FOLDER_FACTS = "lockstep.json"  # in the folder: what loads it, and which files were written

@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
 )
 
 from trainer import ConfigError
-from trainer.core.config.plain_files import read_file
-from trainer.core.errors import one_line
+from trainer.base.errors import one_line
+from trainer.base.plain_files import read_file
 from trainer.shards.sources import open_file
 
 MOST_FILES = 10_000  # of a folder

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.core.checkpoints.disk import sync_directory
-from trainer.core.errors import ConfigError
+from trainer.base.durable_files import sync_directory
+from trainer.base.errors import ConfigError
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROBE_BYTES = 2**20

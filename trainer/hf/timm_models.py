@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer import ConfigError
-from trainer.core.errors import did_you_mean, one_line
+from trainer.base.errors import did_you_mean, one_line
 from trainer.hf import loading
 
 

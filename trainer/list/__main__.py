@@ -8,16 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError, RunError, did_you_mean, visible
+from trainer.base.plain_files import MOST_OF_YAML, read_of_user
+from trainer.base.process.streams import print_table
 from trainer.cli import answer, run, split_arguments
 from trainer.core.config.compose import load_config
 from trainer.core.config.copies import copy_of, with_addresses
-from trainer.core.config.plain_files import CONFIG, MOST_OF_YAML, read_of_user
 from trainer.core.config.rules import check_path
+from trainer.core.config.saved_config import CONFIG
 from trainer.core.config.stores import StoreError, address_problem, is_address, open_store
-from trainer.core.config.typed import suggest
 from trainer.core.config.working_folder import find_options
-from trainer.core.errors import ConfigError, RunError, visible
-from trainer.core.process.streams import print_table
 from trainer.core.task import Task
 from trainer.verbs import STRATEGIES
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds = [word for word in words if "=" not in word] or (["runs"] if far else [*LISTED_KINDS])
     for kind in kinds:
         if kind not in LISTED_KINDS:
-            near = suggest(kind, LISTED_KINDS)
+            near = did_you_mean(kind, LISTED_KINDS)
             raise ConfigError(f"{kind}: must be one of {', '.join(LISTED_KINDS)}{near}")
     facts: dict[str, Any] = {}
     tables = []

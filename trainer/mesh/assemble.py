@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from trainer.core.errors import counted
+from trainer.base.errors import counted
 from trainer.core.strategy.base import ModelSpec
 from trainer.core.strategy.mesh_sizes import Mesh, open_group
 from trainer.mesh.context_parallel import Context

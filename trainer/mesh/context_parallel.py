@@ -17,8 +17,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup
-from trainer.core.errors import ConfigError
 from trainer.core.rng.functions import REOPENED
 from trainer.core.strategy.collectives import gather_parts, joined, own_part
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.same import DIVIDED, LOOSER, SMALL
+from trainer.base.same.distance import apart, squares
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
-from trainer.core.same import DIVIDED, LOOSER, SMALL
-from trainer.core.same.distance import apart, squares
 from trainer.core.strategy.base import ObjectiveProtocol, PrecisionProtocol
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.strategy.modules.dry_run import perturb

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.mesh.parallel import MeshParallel
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.core.codec import bytes_of
+from trainer.base.codec import bytes_of
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup, World
-from trainer.core.errors import ConfigError
 from trainer.core.state import keep_generators, sandbox
 from trainer.core.state.outside import HOOKS
 from trainer.core.strategy.modules.tensor_memory import ActivationCheckpoint, find_narrow

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.modules.dry_run import hooked
 
 CLONE_ADVICE = "return .clone() of it"

@@ -18,8 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup
-from trainer.core.errors import ConfigError
 from trainer.core.rng.functions import REOPENED
 from trainer.core.strategy.base import ModelSpec
 from trainer.core.strategy.collectives import exchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from trainer.core.errors import counted
+from trainer.base.errors import counted
 from trainer.core.strategy.collectives import buckets
 from trainer.core.strategy.cost import (
     AGREED,

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.group import Group
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.mesh_sizes import SHARDED, Mesh, open_group
 from trainer.core.strategy.modules.dry_run import changed_buffers
 from trainer.core.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.core.codec import bytes_of, decode, dtype_of, encode, name_of
+from trainer.base.codec import bytes_of, decode, dtype_of, encode, name_of
+from trainer.base.errors import RunError
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import RankGroup
-from trainer.core.errors import RunError
 
 Order = list[tuple[bool, int]]  # (is it forward, number of the micro-batch)
 

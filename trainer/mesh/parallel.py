@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows, take_rows
 from trainer.core.state import BufferCopies, keep_passes, sandbox

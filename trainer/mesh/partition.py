@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import ConfigError, counted
 from trainer.core.config.typed import show
-from trainer.core.errors import ConfigError, counted
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows
 from trainer.core.state import sandbox

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup
-from trainer.core.errors import ConfigError
 from trainer.core.strategy import collectives
 from trainer.core.strategy.tensor_shards import Band, Shard
 from trainer.mesh.loss_parallel import VocabularyPart

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from trainer.core.errors import ConfigError, one_line
+from trainer.base.errors import ConfigError, one_line
 from trainer.core.hook_calls import call
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.state import sandbox

@@ -14,12 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import trainer
+from trainer.base.errors import ConfigError, did_you_mean
+from trainer.base.folders import HOME, PACKAGE
+from trainer.base.process import invocation
 from trainer.cli import answer, run, single
-from trainer.core.config import HOME, PACKAGE
-from trainer.core.config.typed import suggest
 from trainer.core.config.working_folder import find_options
-from trainer.core.distributed import launchers
-from trainer.core.errors import ConfigError
 from trainer.new import CLUSTERS, RECIPES, Recipe
 
 HELP = """usage: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     _write(folder, texts)
     written = f"written: {folder}/, {len(texts)} files; its README.md says what each is for"
     enter = f"cd {shlex.quote(str(folder))}"
-    command = launchers.as_started(" && ".join([enter, *_first_commands(name, recipe)]))
+    command = invocation.as_started(" && ".join([enter, *_first_commands(name, recipe)]))
     facts = {"folder": folder, "num_files": len(texts), "command": command}
     lines = [written, f"begin with: {command}", *_on_cluster(cluster)]
     return answer(0, "written", facts, lambda: print(*lines, sep="\n"))
@@ -108,7 +107,7 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in NEW_FLAGS and (word.startswith("-") or f"--{flag}" in NEW_FLAGS):
-            near = suggest(flag.lstrip("-"), [each[2:] for each in NEW_FLAGS], "--")
+            near = did_you_mean(flag, NEW_FLAGS)
             raise ConfigError(f"{word} is not a flag: allowed are {', '.join(NEW_FLAGS)}{near}")
         if flag not in NEW_FLAGS:
             words.append(word)
@@ -125,7 +124,7 @@ def _find(flag: str, allowed: Mapping[str, object], flags: Mapping[str, str]) ->
     name = flags.get(flag, "")
     if name and name not in allowed:
         raise ConfigError(f"""{flag} {name}:
-            must be one of {", ".join(allowed)}{suggest(name, allowed)}""")
+            must be one of {", ".join(allowed)}{did_you_mean(name, allowed)}""")
     return name
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import trainer
-from trainer.core.checkpoints.disk import replace_file
-from trainer.core.errors import ConfigError, visible
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import ConfigError, visible
 from trainer.pages.charts import Cell, Chart
 
 MOST_CHARTS = 100  # of a page

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from trainer.core.same import RUNS, relative
+from trainer.base.same import RUNS, relative
 
 SPEED = "speed/"  # curves of time and memory, which begin at 0
 MOST_CURVES = 8

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from trainer.base.errors import one_line
 from trainer.core.config.stores import SMALL, NotThereError, StoreError
-from trainer.core.errors import one_line
 from trainer.core.extensions import STORES
 
 LEASE = "lease.json"

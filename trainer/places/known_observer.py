@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from trainer.core.checkpoints.disk import replace_file
-from trainer.core.config.plain_files import read_json
+from trainer.base.durable_files import replace_file
+from trainer.base.plain_files import read_json
 from trainer.core.record.trackers import Observer
 
 TRACKED_RUNS = "trackers.json"  # in the run directory: its runs in the services

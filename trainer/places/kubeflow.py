@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.core.errors import ConfigError, RunError, one_line
+from trainer.base.errors import ConfigError, RunError, one_line
 from trainer.core.record.trackers import Say, Sink
 
 OF_TRAINJOB = {  # variables that Kubeflow sets, and the one that turns it off in transformers too

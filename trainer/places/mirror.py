@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import CheckpointError, one_line
+from trainer.base.plain_files import MOST_OF_JSON
 from trainer.core.checkpoints import transaction
 from trainer.core.checkpoints.disk import FileContents
 from trainer.core.checkpoints.transaction import MANIFEST, read_manifest
-from trainer.core.config.plain_files import CONFIG, MOST_OF_JSON
+from trainer.core.config.saved_config import CONFIG
 from trainer.core.config.schema import CheckpointSettings
 from trainer.core.config.stores import RECORD, Events, Mirror, StoreError
-from trainer.core.errors import CheckpointError, one_line
 from trainer.places.bucket import DeniedError
 from trainer.places.fence import ANNOUNCE_WAIT_S, Fence, FenceError
 from trainer.places.listing import Listing, folder_of, read_listing, step_of

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.errors import ConfigError, RunError
+from trainer.base.errors import ConfigError, RunError
 
 BACKEND_NAME = "mpi4py"  # torch reserves the name "mpi"
 MPI: Any = None  # mpi4py.MPI, set by `register`: importing it starts MPI, which takes 0.25 s

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError, RunError, counted, one_line
 from trainer.core.config.schema import LaunchSettings
-from trainer.core.errors import ConfigError, RunError, counted, one_line
 
 TESTED = "2.60.0"  # Ray's version in constraints.txt, and the one that the tests run
 ADDRESS = "RAY_ADDRESS"

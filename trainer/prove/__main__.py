@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError, did_you_mean, visible
+from trainer.base.process.streams import print_table
 from trainer.cli import JSON, answer, run
-from trainer.core.config.typed import suggest
-from trainer.core.errors import ConfigError, visible
-from trainer.core.process.streams import print_table
 from trainer.pages import Page, Section, Status
 from trainer.pages.charts import Chart, Line, overlay
 from trainer.prove.comparison import COLUMNS, OF_NO_STEP, PairComparison
@@ -266,12 +265,12 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if equals and name in WORDS:
             words[name] = value
         elif equals and name.isidentifier() and " " not in word:
-            near = suggest(name, WORDS)
+            near = did_you_mean(name, WORDS)
             raise ConfigError(f"{name} is not a setting: allowed are {', '.join(WORDS)}{near}")
         elif word.strip() and not word.startswith("--"):
             commands.append(word)
         elif word.strip() and word != "--resume":
-            near = suggest(word.lstrip("-"), (JSON[2:], "resume"), "--")
+            near = did_you_mean(word, (JSON, "--resume"))
             raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
         raise ConfigError(f"""{len(commands)} commands:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.core.same import FP64, relative
+from trainer.base.same import FP64, relative
 from trainer.prove.merging import (
     CommandHistory,
     Step,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.core.same import relative
+from trainer.base.same import relative
 from trainer.prove.comparison import REST, PairComparison, rest_apart
 from trainer.prove.merging import CommandHistory, Step
 from trainer.prove.private_view import WrittenFile

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import shortened, visible
+from trainer.base.errors import shortened, visible
 from trainer.prove.end_view import VIEW, kill_left, remove
 from trainer.prove.enter_view import CODE, LAYERS, PROBLEM, is_within
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.prove.merging import EvalPass, Event, MicroBatch, RankHistory, RankStep, Sketch, decode
 
 MOST_BACKWARDS = 4  # per batch that are tried

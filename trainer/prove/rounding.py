@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.errors import counted
-from trainer.core.same import FP64, TINY, relative
+from trainer.base.errors import counted
+from trainer.base.same import FP64, TINY, relative
 from trainer.prove.merging import CommandHistory, Merged, Sketch, Step, distance, size_of
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step

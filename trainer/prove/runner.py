@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.core.errors import ConfigError, counted, shortened, visible
-from trainer.core.process.child import end, read_end, start
+from trainer.base.errors import ConfigError, counted, shortened, visible
+from trainer.base.process.child import end, read_end, start
 from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
 from trainer.prove.end_view import kill_left
 from trainer.prove.kept_output import OutputKeeper

@@ -13,8 +13,8 @@ from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 
-from trainer.core.errors import RunError
-from trainer.core.process.child import end_with_parent
+from trainer.base.errors import RunError
+from trainer.base.process.child import end_with_parent
 from trainer.prove.end_view import kill_all, kill_left
 
 FOLDER = "LOCKSTEP_FOLDER"  # set for the processes of a session, which end with it

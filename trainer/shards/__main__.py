@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from torch.utils.data import IterableDataset
 
+from trainer.base.errors import ConfigError, RunError, ServerError, counted
 from trainer.cli import (
     answer,
     check_alone,
@@ -22,7 +23,6 @@ from trainer.cli import (
     take_words,
 )
 from trainer.core.config.compose import load_config
-from trainer.core.errors import ConfigError, RunError, ServerError, counted
 from trainer.core.rng import seed_example
 from trainer.core.rng.philox import key_of
 from trainer.shards.download import digest_file, download, read_whole

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from trainer.core.errors import ConfigError, RunError, ServerError, one_line
+from trainer.base.errors import ConfigError, RunError, ServerError, one_line
 from trainer.shards.download import digest_file, download
 from trainer.shards.eviction import (
     FREE,

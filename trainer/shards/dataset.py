@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from trainer.base.errors import ConfigError, RunError, ServerError, ShardError, counted, one_line
 from trainer.core.data.order import EpochSampler
 from trainer.core.data.sampling import check_size
 from trainer.core.data.sampling.shard_order import LANES, WINDOW, ShardShuffle
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, RunError, ServerError, ShardError, counted, one_line
 from trainer.shards.cache import ShardCache, default_folder
 from trainer.shards.download import DOWNLOADS
 from trainer.shards.fetcher import Fetcher, open_fetcher

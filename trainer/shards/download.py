@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from trainer.core.config.plain_files import hash_rest
-from trainer.core.errors import RunError, ServerError, one_line
+from trainer.base.errors import RunError, ServerError, one_line
+from trainer.base.plain_files import hash_rest
 from trainer.shards.sources import (
     SOURCE_CHUNK_BYTES,
     ResumeError,

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.core.errors import ServerError
+from trainer.base.errors import ServerError
 from trainer.shards.index import ShardIndex
 from trainer.shards.sources import check_wait, lock
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import ConfigError, one_line
+from trainer.base.errors import ConfigError, one_line
 from trainer.shards.sources import (
     LASTING,
     SOURCE_CHUNK_BYTES,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from trainer.core.config.plain_files import parse_json, parse_safetensors
-from trainer.core.errors import ConfigError, describe, one_line
+from trainer.base.errors import ConfigError, describe, one_line
+from trainer.base.plain_files import parse_json, parse_safetensors
 from trainer.shards.download import read_whole
 from trainer.shards.sources import Source, Span
 

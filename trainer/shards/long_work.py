@@ -21,8 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.core.distributed.signals import signal_to_stop
-from trainer.core.errors import (
+from trainer.base.errors import (
     ConfigError,
     RunError,
     ServerError,
@@ -30,7 +29,8 @@ from trainer.core.errors import (
     message_of,
     visible,
 )
-from trainer.core.process.child import end_with_parent
+from trainer.base.process.child import end_with_parent
+from trainer.core.distributed.signals import signal_to_stop
 
 PROGRESS_S = 2.0  # until the first line, then twice as long each time
 MOST_BETWEEN_S = 60.0

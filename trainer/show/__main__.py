@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import CheckpointError, ConfigError, visible
+from trainer.base.process import invocation
+from trainer.base.process.streams import print_table
 from trainer.cli import JSON, answer, local, run, single, split_arguments, take_words
 from trainer.core.config.copies import address_of
-from trainer.core.config.plain_files import CONFIG
 from trainer.core.config.rules import check_path
-from trainer.core.distributed import launchers
-from trainer.core.errors import CheckpointError, ConfigError, visible
-from trainer.core.process.streams import print_table
+from trainer.core.config.saved_config import CONFIG
 
 HELP = """usage: python -m trainer.show RUN [out=FILE.html] [--long] [--config-dir DIR]
        python -m trainer.show RUN RUN [...] [out=FILE.html] [out=FILE.csv]
@@ -110,7 +110,7 @@ def _show_run(directory: Path, outs: Sequence[Path], config_dirs: list[str], is_
             print_table(("settings that differ", "value", "default"), told.changed)
         if listed:
             _print_checkpoints(listed)
-        print(launchers.as_started(f"repeat it with: {told.command}"))
+        print(invocation.as_started(f"repeat it with: {told.command}"))
         print("".join(f"written: {out}\n" for out in outs), end="")
 
     facts = {**told.as_json(), "checkpoints": listed} | ({"files": outs} if outs else {})

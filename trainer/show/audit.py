@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer.base.errors import CheckpointError, ConfigError, counted, visible
+from trainer.base.plain_files import read_file
 from trainer.core.checkpoints import run_directory as rundir
 from trainer.core.checkpoints import transaction as checkpoint
 from trainer.core.checkpoints.transaction import Manifest
-from trainer.core.config.plain_files import read_file
 from trainer.core.data.ledger import digests, extend
 from trainer.core.data.sampling import Sampling, Shuffle, mixture
 from trainer.core.engine.training_state import OF_MODEL
-from trainer.core.errors import CheckpointError, ConfigError, counted, visible
 
 LONG = "--long"
 MOST_EXAMPLES = 2**28  # computed without --long, 5 million a second (1 core, torch 2.13)

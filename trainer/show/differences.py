@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from trainer.base.codec import digest, name_of
+from trainer.base.errors import STOPPED, CheckpointError, counted, shortened
+from trainer.base.same import RUNS, TINY, relative
+from trainer.base.same.distance import squares
 from trainer.core.checkpoints.transaction import is_gone
-from trainer.core.codec import digest, name_of
 from trainer.core.config.schema import LAYOUT
-from trainer.core.distributed.signals import STOPPED
-from trainer.core.errors import CheckpointError, counted, shortened
-from trainer.core.same import RUNS, TINY, relative
-from trainer.core.same.distance import squares
 from trainer.core.strategy.ddp import COMPRESSING
 from trainer.pages.charts import SPEED
 from trainer.show.run_reading import PLACE_SETTINGS, Curve, RunFiles

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import STOPPED, CheckpointError, ConfigError, counted, visible
+from trainer.base.process.streams import HidingStream
 from trainer.cli import answer, load_task, run_directory, take_words
 from trainer.core.checkpoints import transaction
 from trainer.core.checkpoints.resume import FIXED
@@ -19,10 +21,7 @@ from trainer.core.checkpoints.transaction import MANIFEST, Manifest
 from trainer.core.config.compose import load_run_config
 from trainer.core.config.schema import Config, MeshSizes
 from trainer.core.data.order import BatchPlan
-from trainer.core.distributed.signals import STOPPED
-from trainer.core.errors import CheckpointError, ConfigError, counted, visible
 from trainer.core.loop.diagnosis import Example, examine
-from trainer.core.process.streams import HidingStream
 from trainer.core.strategy import find_strategy
 from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.trainer import active_run

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.base.errors import STOPPED, ConfigError, counted
 from trainer.core.config.schema import LAYOUT
-from trainer.core.distributed.signals import STOPPED
-from trainer.core.errors import ConfigError, counted
 from trainer.core.record.startup import picture
 from trainer.pages import MOST_CHARTS, Card, Page, Row, Section, Status
 from trainer.pages.charts import (
@@ -270,7 +269,7 @@ def _split_settings(
 
 def _read_defaults(task: str, config_dirs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a task without changes; without its file, Lockstep's own."""
-    from trainer.core.config import CONF
+    from trainer.base.folders import CONF
     from trainer.core.config.compose import load_config
     from trainer.core.task import Task
 

@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import CheckpointError, ConfigError, one_line
 from trainer.core.checkpoints import run_directory as rundir
 from trainer.core.checkpoints import transaction
 from trainer.core.checkpoints.transaction import Manifest
 from trainer.core.config.copies import address_of
-from trainer.core.config.plain_files import CONFIG, read_config
+from trainer.core.config.saved_config import CONFIG, read_config
 from trainer.core.config.schema import MeshSizes, flatten
 from trainer.core.config.typed import build, convert
 from trainer.core.data import ledger
 from trainer.core.distributed.world import World
-from trainer.core.errors import CheckpointError, ConfigError, one_line
 from trainer.core.record.trackers import SAMPLES
 from trainer.core.strategy.mesh_sizes import AXES, Mesh
 

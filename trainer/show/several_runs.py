@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from trainer.base.errors import counted
 from trainer.core.config.schema import LAYOUT
-from trainer.core.errors import counted
 from trainer.pages import MOST_CHARTS, Page, Section, Status
 from trainer.pages.charts import (
     MOST_CURVES,

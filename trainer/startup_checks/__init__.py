@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from trainer.base.errors import ConfigError
+from trainer.base.same import CLOSE, find_odd_rank
+from trainer.base.same.distance import digest_rows
 from trainer.core.data.batches import Batches
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.trial import Inspection
-from trainer.core.errors import ConfigError
-from trainer.core.same import CLOSE, find_odd_rank
-from trainer.core.same.distance import digest_rows
 from trainer.core.state import keep_attributes, keep_modes, sandbox
 from trainer.core.strategy.modules.batchnorm import describe_cut_statistics, has_plain_batchnorm
 from trainer.core.strategy.modules.dry_run import is_large

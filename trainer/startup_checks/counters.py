@@ -18,9 +18,9 @@ import numpy
 import torch
 from torch import nn
 
-from trainer.core.codec import digest
-from trainer.core.same import relative
-from trainer.core.same.distance import apart
+from trainer.base.codec import digest
+from trainer.base.same import relative
+from trainer.base.same.distance import apart
 from trainer.core.state import (
     MOST_BYTES,
     MOST_ITEMS,

@@ -18,9 +18,9 @@ import numpy
 import torch
 from torch import nn
 
+from trainer.base.same import CLOSE, find_odd_rank
+from trainer.base.same.distance import digest_rows
 from trainer.core.rng import global_rngs
-from trainer.core.same import CLOSE, find_odd_rank
-from trainer.core.same.distance import digest_rows
 from trainer.core.state import keep_attributes, sandbox
 from trainer.core.state.outside import LIBRARY, is_own, of_outside
 from trainer.startup_checks.mismatch import (

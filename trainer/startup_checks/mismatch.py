@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from trainer.base.same import BY_HAND, SMALL, relative
+from trainer.base.same.distance import apart, norms_apart, sketch
 from trainer.core.rng.draw_traces import IN_A_KERNEL
-from trainer.core.same import BY_HAND, SMALL, relative
-from trainer.core.same.distance import apart, norms_apart, sketch
 from trainer.core.strategy.modules.dry_run import DispatchMode
 from trainer.startup_checks.passes import PassResult
 from trainer.startup_checks.trace import Call, CallTrace, Key, describe, find_module

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer.base.errors import counted
+from trainer.base.same import CLOSE, FP64, ROWS, SMALL, find_odd_rank, gap, relative
+from trainer.base.same.distance import apart, digest_rows, weigh
 from trainer.core.data.batches import Batches
 from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed.group import Group
-from trainer.core.errors import counted
 from trainer.core.micro_batch import copied
 from trainer.core.rng import seed_step
-from trainer.core.same import CLOSE, FP64, ROWS, SMALL, find_odd_rank, gap, relative
-from trainer.core.same.distance import apart, digest_rows, weigh
 from trainer.core.state import keep_generators, sandbox
 
 CallDigest = tuple[str, list[float], list[float]]  # of a module's name, what it got and made

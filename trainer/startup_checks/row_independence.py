@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import one_line
+from trainer.base.same import OF_RANKS, ROWS
 from trainer.core.blame import is_out_of_memory
 from trainer.core.distributed import accelerator
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.trial import Trial
-from trainer.core.errors import one_line
-from trainer.core.same import OF_RANKS, ROWS
 from trainer.core.state import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.core.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
 from trainer.core.strategy.modules.dry_run import LARGE_BYTES, Alone, is_large

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.errors import one_line
+from trainer.base.same import OF_RANKS, ROWS, find_odd_rank
 from trainer.core.data.batches import Batches
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.trial import Trial
-from trainer.core.errors import one_line
-from trainer.core.same import OF_RANKS, ROWS, find_odd_rank
 from trainer.core.strategy.modules.batchnorm import has_batch_statistics
 from trainer.startup_checks.counters import (
     Snapshot,

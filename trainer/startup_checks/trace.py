@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
+from trainer.base.same.distance import apart
 from trainer.core.rng import global_rngs
 from trainer.core.rng.draw_traces import Draw
 from trainer.core.rng.forward import ExampleRng
-from trainer.core.same.distance import apart
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

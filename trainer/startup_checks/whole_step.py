@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.process.streams import MutedStream
 from trainer.core.data.batches import LocalBatch
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
@@ -31,7 +32,6 @@ from trainer.core.engine.recording import Loss
 from trainer.core.engine.step import Outcome
 from trainer.core.engine.trial import Trial
 from trainer.core.micro_batch import copied
-from trainer.core.process.streams import MutedStream
 from trainer.core.rng import seed_step
 from trainer.core.state import (
     keep_attributes,

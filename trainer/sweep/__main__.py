@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError
 from trainer.cli import (
     HYDRA_FLAGS,
     JSON,
@@ -24,7 +25,6 @@ from trainer.core.checkpoints.run_directory import check_free
 from trainer.core.config.compose import SWEPT, answer, load_config, parse
 from trainer.core.config.schema import Config
 from trainer.core.distributed.launchers import MASTER, Launcher
-from trainer.core.errors import ConfigError
 from trainer.sweep.jobs import (
     MOST_JOBS,
     TOO_MANY_JOBS,

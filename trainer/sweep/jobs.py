@@ -22,17 +22,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import STOPPED, ConfigError, RunError, one_line, shortened, visible
+from trainer.base.plain_files import read_json
+from trainer.base.process import child, invocation
+from trainer.base.process.streams import print_table
 from trainer.core.checkpoints import run_directory as rundir
 from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.config.plain_files import read_json
 from trainer.core.config.schema import Config, LaunchSettings
 from trainer.core.config.typed import build
-from trainer.core.distributed import launchers
-from trainer.core.distributed.signals import SIGNALS, STOPPED
+from trainer.core.distributed.signals import SIGNALS
 from trainer.core.distributed.threads import NAME as OMP_NUM_THREADS
-from trainer.core.errors import ConfigError, RunError, one_line, shortened, visible
-from trainer.core.process import child
-from trainer.core.process.streams import print_table
 
 MOST_JOBS = 2_000
 TOO_MANY_JOBS = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
@@ -83,7 +82,7 @@ def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
         # The signal at which Lockstep saves and requeues, two minutes before the time limit.
         settings = {"signal_delay_s": 120, **settings}
     python: dict[str, Any] = {}
-    if launchers.SCRIPT in os.environ and sys.version_info >= (3, 11):
+    if invocation.SCRIPT in os.environ and sys.version_info >= (3, 11):
         # submitit starts its own module, and -m would put the working directory first.
         python = {f"{cluster}_python": f"{shlex.quote(sys.executable)} -P"}
     named = {n if n in _FOR_ALL else f"{cluster}_{n}": value for n, value in settings.items()}
@@ -139,10 +138,10 @@ def _unsure(why: str) -> RunError:
 
 def _train(words: list[str]) -> int:
     """Run as a rank of the job. The process exits in here if training fails."""
-    launchers.append_working_directory()
+    invocation.append_working_directory()
     sys.argv = ["trainer", *words]
     try:
-        launchers.run_module()
+        invocation.run_module()
     except SystemExit as end:
         return int(end.code or 0)
     return 0
@@ -340,7 +339,7 @@ class Sweep:
         print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
         if sum(job.state == "done" for job in self.jobs) > 1:
             words = shlex.join([str(self.place), f"out={self.place}/compare.html"])
-            print(launchers.as_started(f"compare with: python -m trainer.show {words}"))
+            print(invocation.as_started(f"compare with: python -m trainer.show {words}"))
         states = {job.state for job in self.jobs}
         if states == {"done"}:
             return 0
@@ -375,7 +374,7 @@ class _Process:
         job.begin()
         log = folder / f"job-{job.number}.log"
         with log.open("ab") as file:  # a later start goes on in it
-            words = [sys.executable, *launchers.words(), *job.words]
+            words = [sys.executable, *invocation.words(), *job.words]
             told = {**os.environ, **_divide_machine(slot, launch)}
             process = child.start(words, stdout=file, stderr=subprocess.STDOUT, env=told)
         return cls(job, process, log, time.monotonic())
@@ -393,7 +392,8 @@ def _divide_machine(slot: int, launch: LaunchSettings) -> dict[str, str]:
     num_slots = launch.jobs
     if num_slots == 1 or launch.name == "ray":  # its ranks run where Ray has room
         return {}
-    from trainer.core.distributed.world import count_ranks, usable_cores
+    from trainer.base.process.table import usable_cores
+    from trainer.core.distributed.world import count_ranks
 
     told = {}
     if not os.environ.get(OMP_NUM_THREADS, "").strip():

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from trainer.base.errors import ConfigError, one_line, visible
+from trainer.base.plain_files import MOST_OF_YAML, parse_yaml, read_of_user
 from trainer.core.checkpoints.run_directory import check_free
 from trainer.core.config.compose import SEARCHED, load_config, parse
-from trainer.core.config.plain_files import MOST_OF_YAML, parse_yaml, read_of_user
 from trainer.core.config.typed import build, limit
-from trainer.core.errors import ConfigError, one_line, visible
 from trainer.sweep.jobs import MOST_JOBS, TOO_MANY_JOBS, Job, Sweep
 
 SWEEPER = "hydra/sweeper=optuna"

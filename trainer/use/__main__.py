@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.base.errors import ConfigError, visible
+from trainer.base.new_files import check_name
 from trainer.cli import (
     answer,
     check_alone,
@@ -19,10 +21,8 @@ from trainer.cli import (
     take_words,
 )
 from trainer.core.config.compose import load_run_config
-from trainer.core.config.new_files import check_name
 from trainer.core.config.schema import Config, MeshSizes
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, visible
 from trainer.core.setup.early_checks import check_layout
 from trainer.core.strategy import find_devices
 

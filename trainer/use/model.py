@@ -18,10 +18,10 @@ from torch.utils._pytree import (
 )
 
 import trainer
+from trainer.base.codec import name_of
+from trainer.base.errors import ConfigError, RunError, visible
 from trainer.core.checkpoints.tensor_files import write_tensors
-from trainer.core.codec import name_of
 from trainer.core.engine.values import first_rows
-from trainer.core.errors import ConfigError, RunError, visible
 from trainer.core.hook_calls import call
 from trainer.core.state.outside import names_in
 from trainer.core.task import Task

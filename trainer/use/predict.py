@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import ConfigError, RunError, counted
+from trainer.base.new_files import check_new
+from trainer.base.process.child import interrupted_by_sigterm
 from trainer.cli import answer, load_task
-from trainer.core.config.new_files import check_new
 from trainer.core.config.schema import Config
-from trainer.core.errors import ConfigError, RunError, counted
-from trainer.core.process.child import interrupted_by_sigterm
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trainer.base.errors import ConfigError
 from trainer.cli import JSON, answer, load_task, split_arguments, take_words
 from trainer.core.config.compose import load_config
 from trainer.core.distributed import accelerator
 from trainer.core.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
-from trainer.core.errors import ConfigError
 from trainer.core.strategy import find_strategy
 from trainer.core.strategy.ddp import COMPRESSING
 from trainer.core.task import Task

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from trainer.base.same import gap
+from trainer.base.same.distance import digest_rows
 from trainer.core.loop.run import Run
-from trainer.core.same import gap
-from trainer.core.same.distance import digest_rows
 from trainer.core.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
 from trainer.core.strategy.tensor_shards import slices
 from trainer.startup_checks.rank_agreement import CallDigest

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from trainer.core.same import CLOSE, RUNS, relative
-from trainer.core.same.distance import norms_apart
+from trainer.base.same import CLOSE, RUNS, relative
+from trainer.base.same.distance import norms_apart
 from trainer.startup_checks.rank_agreement import explain_results, find_place
 from trainer.verify.evidence import Evidence, Probe, describe_difference
 

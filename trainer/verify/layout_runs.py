@@ -12,13 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.base.errors import ConfigError, RunError
+from trainer.base.process import invocation
+from trainer.base.process.child import last_words
+from trainer.base.process.table import usable_cores
 from trainer.core.config.schema import Config
-from trainer.core.distributed import launchers
 from trainer.core.distributed.launch import fork_ranks, start_server
 from trainer.core.distributed.launchers import CODES
-from trainer.core.distributed.world import usable_cores
-from trainer.core.errors import ConfigError, RunError
-from trainer.core.process.child import last_words
 from trainer.core.strategy.ddp import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
 from trainer.verify.findings import (
@@ -134,7 +134,7 @@ class TrialRuns:
         }
         if is_apart:
             start_server(enter.__module__, more)  # it imports torch meanwhile
-            words = [sys.executable, *launchers.words("verify.recorded_run"), str(plan)]
+            words = [sys.executable, *invocation.words("verify.recorded_run"), str(plan)]
             own = {**os.environ, **more}
             done = subprocess.run(words, capture_output=True, text=True, env=own)  # noqa: S603
             return done.returncode, done.stderr

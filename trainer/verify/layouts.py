@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trainer.base.errors import ConfigError, RunError, counted, visible
+from trainer.base.process.streams import print_table
+from trainer.base.process.table import usable_cores
 from trainer.core.data.order import BatchSplit
-from trainer.core.distributed.world import usable_cores
-from trainer.core.errors import ConfigError, RunError, counted, visible
-from trainer.core.process.streams import print_table
 from trainer.core.strategy.mesh_sizes import DATA
 from trainer.verify.evidence import Evidence
 from trainer.verify.findings import (

@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Subset, TensorDataset
 
+from trainer.base.process.child import end_with_parent
+from trainer.base.same.distance import digest_rows
 from trainer.cli import load_task, run, single
 from trainer.core.checkpoints.run_directory import METRICS, read_entries
 from trainer.core.config.compose import load_config
@@ -32,9 +34,7 @@ from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.step import Outcome
 from trainer.core.loop.run import Run
-from trainer.core.process.child import end_with_parent
 from trainer.core.rng.philox import Random
-from trainer.core.same.distance import digest_rows
 from trainer.core.trainer import active_run
 from trainer.startup_checks import StartupChecks
 from trainer.startup_checks.mismatch import NarrowestDtype

@@ -74,7 +74,7 @@ def main() -> None:
     accuracy, counted = validate(model)
     if dist.get_rank() == 0:
         recorder.finish(model.module, accuracy, counted)
-    # A group that ends before its wrappers, or while another rank uses it, aborts or hangs the exit.
+    # A group that ends before its wrappers, or while a rank uses it, aborts or hangs the exit.
     del model
     gc.collect()
     dist.barrier()

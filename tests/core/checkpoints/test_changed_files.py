@@ -10,8 +10,8 @@ from harness.internals import rundir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny
 
+from trainer.base.errors import CheckpointError
 from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.errors import CheckpointError
 from trainer.core.record.trackers.jsonl import MetricsFile
 from trainer.core.trainer import active_run
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from harness import stored
 
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import CheckpointError, RunError
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints import transaction as checkpoint
-from trainer.core.checkpoints.disk import replace_file
 from trainer.core.checkpoints.tensor_files import TENSOR_KINDS
-from trainer.core.errors import CheckpointError, RunError
 from trainer.core.strategy.tensor_shards import Shard
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from harness import fit, on_ranks
 from harness.training import compose
 from tiny import Items, Tiny
 
+from trainer.base.errors import RunError
 from trainer.core.checkpoints import run_directory
 from trainer.core.checkpoints.resume import Origin
 from trainer.core.distributed.launchers import Launcher
-from trainer.core.errors import RunError
 from trainer.core.setup import session
 
 RECIPE = ["task=tiny", "run.steps=4", "checkpoint.keep_best=0", "checkpoint.every_steps=2"]

@@ -26,10 +26,10 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from trainer import CheckpointError, ConfigError
+from trainer.base import plain_files
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints.reading import read_on_all_ranks
 from trainer.core.checkpoints.transaction import Manifest
-from trainer.core.config import plain_files
 from trainer.core.distributed.group import Group
 from trainer.core.distributed.world import World
 from trainer.tasks.data import download

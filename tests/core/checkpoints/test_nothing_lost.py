@@ -17,11 +17,11 @@ from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_
 from harness.internals import checkpoint
 from harness.stored import check_same_bits, content_of, save
 
+from trainer.base.errors import CheckpointError, ConfigError, RunError
+from trainer.base.process.table import kernel_state
 from trainer.core.checkpoints import tensor_files, transaction
 from trainer.core.checkpoints.run_directory import Lease
 from trainer.core.checkpoints.saver import DiskSaver, Snapshot
-from trainer.core.distributed.watch.process_table import kernel_state
-from trainer.core.errors import CheckpointError, ConfigError, RunError
 from trainer.core.strategy.tensor_shards import Shard
 
 RECIPE = ["task=tiny", "run.steps=30"]

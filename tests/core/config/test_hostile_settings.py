@@ -10,8 +10,9 @@ from harness import CONF
 from omegaconf import OmegaConf
 
 from trainer import ConfigError, load_config
+from trainer.base.plain_files import MOST_OF_YAML
 from trainer.core.config.compose import MOST_WORDS, load_run_config, parse
-from trainer.core.config.plain_files import MOST_OF_YAML, format_config
+from trainer.core.config.saved_config import format_config
 from trainer.core.config.targets import check_override, masked
 from trainer.core.config.working_folder import read_settings
 

@@ -16,11 +16,11 @@ from harness.command import fork_jobs
 
 import trainer
 from trainer import ConfigError, load_config
+from trainer.base.errors import visible
 from trainer.cli import load_task
 from trainer.core.config.compose import load_run_config
-from trainer.core.config.plain_files import format_config
+from trainer.core.config.saved_config import format_config
 from trainer.core.config.targets import call_target, check_target, masked
-from trainer.core.errors import visible
 from trainer.core.record.trackers.console import Console
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from harness import slow_but
 
+from trainer.base.errors import ConfigError
 from trainer.core.data import order
 from trainer.core.data.eval_batches import ShardSampler
 from trainer.core.data.order import BatchPlan, BatchSplit, EpochSampler, check_batch
 from trainer.core.data.sampling import Shuffle
-from trainer.core.errors import ConfigError
 from trainer.core.rng.philox import Order
 
 SIZES = [1, 2, 3, 5, 203, 5000, 65537]

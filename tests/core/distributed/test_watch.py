@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from harness import CONF, PATHS, TORCHRUN, children_of, ended, free_port, launch, wait_for
 
-from trainer.core.distributed.watch import process_table, watcher
+from trainer.base.process import table
+from trainer.core.distributed.watch import watcher
 
 WATCHED = watcher.Rank
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
@@ -316,7 +317,7 @@ def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(command, tmp_path):
 
 WAITING = """import faulthandler, os, signal, struct, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from trainer.core.distributed.watch import process_table, watcher
+from trainer.core.distributed.watch import watcher
 memory = os.memfd_create("heartbeat")
 os.ftruncate(memory, watcher.MMAP_BYTES)
 os.lseek(memory, watcher.MMAP_BYTES, os.SEEK_SET)
@@ -399,8 +400,8 @@ def test_a_rank_that_waits_for_its_device_ends_soon_after_another_one(waiting_ra
     os.kill(facts[0]["pid"], signal.SIGKILL)
     wait_for(node.look)
     node.end_bereft()
-    wait_for(lambda: process_table.is_ending(facts[2]["pid"]))  # the kernel takes a moment
-    assert not process_table.is_ending(facts[1]["pid"])
+    wait_for(lambda: table.is_ending(facts[2]["pid"]))  # the kernel takes a moment
+    assert not table.is_ending(facts[1]["pid"])
 
 
 def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):
@@ -408,5 +409,5 @@ def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):
     (facts,) = waiting_ranks("stopping")
     rank = watcher.Rank(facts, False)
     for _ in range(20):
-        wait_for(lambda: process_table.kernel_state(rank.pid) == "T")
+        wait_for(lambda: table.kernel_state(rank.pid) == "T")
         assert "stopping.py" in " ".join(rank.stack())

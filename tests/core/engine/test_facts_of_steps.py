@@ -12,6 +12,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
+from trainer.base.errors import CheckpointError
 from trainer.core.checkpoints.run_directory import BAD_STEP
 from trainer.core.checkpoints.train_state import TrainState
 from trainer.core.engine.evaluation import Evaluator
@@ -20,7 +21,6 @@ from trainer.core.engine.optimizers import split_for_muon
 from trainer.core.engine.precision import Precision
 from trainer.core.engine.recording import Recorder
 from trainer.core.engine.step import Norms, OpenStep, Rates
-from trainer.core.errors import CheckpointError
 from trainer.core.schedule import (
     Schedule,
     constant,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness import CONF, on_ranks
 
 from trainer import load_config
+from trainer.base.errors import ConfigError
 from trainer.core.data.order import Leaves
 from trainer.core.distributed.group import Group, process_group
 from trainer.core.distributed.world import World
@@ -18,7 +19,6 @@ from trainer.core.engine import objective as objectives
 from trainer.core.engine.means import Means
 from trainer.core.engine.objective import Objective, UpdateLoss
 from trainer.core.engine.values import sum_up, weigh
-from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 
 ALONE = Group(World(), dist.HashStore())

@@ -14,8 +14,8 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import Trainer
+from trainer.base.errors import ConfigError
 from trainer.core.engine.step import step_unless
-from trainer.core.errors import ConfigError
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/tasks.md").read_text()
 WORDS = ("task=tiny", "data.global_batch=24", "eval.every_epochs=null", "run.steps=20")

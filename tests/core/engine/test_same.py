@@ -5,8 +5,8 @@ from math import inf, nan
 import pytest
 import torch
 
-from trainer.core.same import RUNS, Limits, find_odd_rank, gap, relative
-from trainer.core.same.distance import apart, digest_rows, norms_apart, weigh
+from trainer.base.same import RUNS, Limits, find_odd_rank, gap, relative
+from trainer.base.same.distance import apart, digest_rows, norms_apart, weigh
 
 
 def test_numbers_that_are_not_finite_are_equal_to_each_other_alone():

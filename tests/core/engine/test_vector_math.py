@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.core.process import torch_flags
+from trainer.base.process import torch_flags
 
 HEADER = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"
 NAMES = {function.__name__ for function in torch_flags.FUNCTIONS}

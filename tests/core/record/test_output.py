@@ -16,14 +16,14 @@ from harness import CONF, fit, on_ranks
 from harness.training import compose
 from tiny import Tiny
 
-from trainer.core.errors import MOST, describe, one_line
-from trainer.core.process.streams import (
+from trainer.base.errors import MOST, describe, one_line
+from trainer.base.process.streams import (
     LastingStream,
     lasting_output,
     outlive_terminal,
     print_table,
 )
-from trainer.core.process.tracebacks import format_traceback
+from trainer.base.process.tracebacks import format_traceback
 
 WORDS = ["task=tiny", "run.steps=4", "log.every_steps=1"]
 ESCAPE = "\x1b]0;title\x07\x1b[2J"
@@ -132,7 +132,7 @@ def in_a_child(body):
 
 
 def test_a_reader_that_does_not_read_delays_a_run_once_and_is_told_what_it_lost(monkeypatch):
-    monkeypatch.setattr("trainer.core.process.streams.READER_WAIT_S", 0.3)
+    monkeypatch.setattr("trainer.base.process.streams.READER_WAIT_S", 0.3)
 
     def body():
         reader, place = os.pipe()

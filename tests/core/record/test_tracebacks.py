@@ -9,7 +9,7 @@ import time
 import pytest
 from harness import CONF, TORCHRUN, ended, launch, wait_for
 
-from trainer.core.process.tracebacks import describe_cause, show
+from trainer.base.process.tracebacks import describe_cause, show
 
 WORDS = ["--config-dir", CONF, "task=tiny", "run.steps=9", "run.name=a"]
 TASK = """

@@ -12,7 +12,7 @@ import pytest
 from harness import CONF
 from harness.launch import children_of, environment_of_a_command
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.setup.capacity import find_largest
 
 WORDS = [

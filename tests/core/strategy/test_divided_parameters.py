@@ -10,7 +10,7 @@ from harness import check_parity, fit, fit_on, on_ranks
 from tiny import Tiny
 from torch import nn
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 
 WORDS = (
     *("task=tiny", "data.global_batch=24", "run.steps=20", "experiment=parity"),

@@ -7,7 +7,7 @@ from harness import check_equal_bits, fit, fit_on, on_ranks, relative_distance
 from tiny import Tiny
 from torch import nn
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.strategy.modules.tensor_memory import convert_dtype, make_dense
 
 WORDS = (

@@ -12,19 +12,19 @@ from typing import Any, cast
 
 import torch
 
+from trainer.base.codec import DTYPES, dtype_of, name_of
+from trainer.base.errors import CheckpointError, ConfigError, one_line
+from trainer.base.plain_files import parse_json
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints.disk import cannot_fetch
 from trainer.core.checkpoints.tensor_files import INDEX, TENSOR_KINDS, box_name, check_index
 from trainer.core.checkpoints.transaction import LISTING_TRIES, CheckpointFiles, Manifest, is_gone
-from trainer.core.codec import DTYPES, dtype_of, name_of
 from trainer.core.config import copies
-from trainer.core.config.plain_files import parse_json
 from trainer.core.config.stores import NotThereError, StoreError
 from trainer.core.config.typed import show
 from trainer.core.distributed.group import Group
 from trainer.core.engine.context import Parts
 from trainer.core.engine.training_state import OF_MODEL, Ema, find_other_base, load_buffers
-from trainer.core.errors import CheckpointError, ConfigError, one_line
 from trainer.core.strategy.tensor_shards import TensorSource, slices
 
 TRAINING = "training.pt"

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import CheckpointError, ConfigError, RunError
 from trainer.core.checkpoints import run_directory, transaction
-from trainer.core.checkpoints.disk import replace_file
 from trainer.core.checkpoints.run_directory import WRITER, Lease, check_free, last_facts, read_facts
 from trainer.core.config import stores
 from trainer.core.config.copies import address_of, copy_of
-from trainer.core.config.plain_files import CONFIG, format_config
+from trainer.core.config.saved_config import CONFIG, format_config
 from trainer.core.config.schema import Config
 from trainer.core.config.stores import Held, NotThereError, StoreError, is_address, is_same_address
 from trainer.core.distributed.launchers import Launcher
-from trainer.core.errors import CheckpointError, ConfigError, RunError
 
 # These cannot change within a run: they determine the samples.
 FIXED = ("task.name", "run.seed", "data.global_batch")

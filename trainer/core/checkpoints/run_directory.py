@@ -17,10 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.core.checkpoints.disk import replace_file
-from trainer.core.config.plain_files import CONFIG, parse_json, read_file, read_json, read_lines
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import CheckpointError, ConfigError
+from trainer.base.plain_files import parse_json, read_file, read_json, read_lines
+from trainer.core.config.saved_config import CONFIG
 from trainer.core.distributed.owner import Owner
-from trainer.core.errors import CheckpointError, ConfigError
 
 METRICS = "metrics.jsonl"
 EXIT = "exit.json"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.base.errors import CheckpointError, ConfigError, RunError
 from trainer.core.checkpoints import tensor_files, transaction
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.reading import TRAINING
@@ -24,7 +25,6 @@ from trainer.core.config.schema import CheckpointSettings
 from trainer.core.config.stores import Events, Mirror, open_writer
 from trainer.core.distributed.group import Group
 from trainer.core.distributed.rendezvous import ValueStore
-from trainer.core.errors import CheckpointError, ConfigError, RunError
 from trainer.core.strategy.tensor_shards import Shard, gather
 from trainer.core.strategy.tensors import Tensors
 

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.core.checkpoints.disk import Buffer, open_new
-from trainer.core.codec import DTYPES, name_of
+from trainer.base.codec import DTYPES, name_of
+from trainer.base.durable_files import Buffer, open_new
+from trainer.base.errors import CheckpointError, ConfigError
 from trainer.core.data.examples import find_flaw
 from trainer.core.distributed import accelerator
-from trainer.core.errors import CheckpointError, ConfigError
 from trainer.core.strategy.tensor_shards import Shard
 
 

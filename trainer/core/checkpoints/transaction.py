@@ -23,10 +23,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from trainer.core.checkpoints.disk import FileContents, sync_directory, write_file
-from trainer.core.config.plain_files import MANIFEST, MOST_OF_JSON, parse_json, read_file
+from trainer.base.durable_files import sync_directory, write_file
+from trainer.base.errors import CheckpointError, ConfigError
+from trainer.base.plain_files import MOST_OF_JSON, parse_json, read_file
+from trainer.core.checkpoints.disk import FileContents
+from trainer.core.config.saved_config import MANIFEST
 from trainer.core.config.typed import build, convert, limit
-from trainer.core.errors import CheckpointError, ConfigError
 
 CHECKPOINT_FORMAT = 4
 STEP_NAME = re.compile(r"step-([0-9]{8,})")

@@ -26,24 +26,18 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.core.config import CONF
+from trainer.base.errors import ConfigError, one_line
+from trainer.base.folders import CONF
+from trainer.base.plain_files import MOST_DEPTH, check_yaml
 from trainer.core.config.copies import copy_of
 from trainer.core.config.expansion import limited
-from trainer.core.config.plain_files import (
-    CONFIG,
-    MANIFEST,
-    MOST_DEPTH,
-    check_yaml,
-    format_config,
-    read_config,
-)
 from trainer.core.config.rules import check, check_path
+from trainer.core.config.saved_config import CONFIG, MANIFEST, format_config, read_config
 from trainer.core.config.schema import LAYOUT, Config, flatten
 from trainer.core.config.stores import is_address
 from trainer.core.config.targets import check_override
 from trainer.core.config.typed import show, suggest, translate
 from trainer.core.config.working_folder import check_saved, find_options
-from trainer.core.errors import ConfigError, one_line
 
 # Where ranks meet belongs to the start: a saved address may be another machine's.
 MEETING = {"dist.init": "env", "dist.address": None, "dist.path": None}

@@ -17,7 +17,9 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from trainer.core.config.plain_files import MANIFEST, open_regular
+from trainer.base.errors import ConfigError
+from trainer.base.plain_files import open_regular
+from trainer.core.config.saved_config import MANIFEST
 from trainer.core.config.stores import (
     SMALL,
     Held,
@@ -27,7 +29,6 @@ from trainer.core.config.stores import (
     name_of,
     open_store,
 )
-from trainer.core.errors import ConfigError
 
 COPY_PREFIX = ".lockstep-copy-"  # begins the name of a folder with a copy
 LOCK = ".lock"

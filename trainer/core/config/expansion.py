@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf.base import Container
 
-from trainer.core.config.plain_files import MOST_CONFIG_VALUES
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
+from trainer.base.plain_files import MOST_CONFIG_VALUES
 
 COST = 5  # of an interpolation, in values: OmegaConf takes 0.3 ms for it
 CHARACTERS = 16  # of a string that count as a value

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config, DistSettings, LaunchSettings
 from trainer.core.config.stores import address_problem, is_address
 from trainer.core.config.targets import check_no_secret
 from trainer.core.config.typed import build, convert, show
-from trainer.core.errors import ConfigError
 
 MOST_OF_A_PATH = 3_500  # bytes, of 4,096: files of a checkpoint have longer paths
 Problems = Iterator[tuple[str, str]]  # (key, reason why its value is refused)

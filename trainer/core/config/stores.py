@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainer.base.errors import ConfigError
 from trainer.core import extensions
 from trainer.core.config.schema import CheckpointSettings
-from trainer.core.errors import ConfigError
 
 # Files of a run directory that a store keeps besides checkpoints. Config last: the newest copy that
 # has it is read, so all of the record must be there by then.

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
+from trainer.base.errors import ConfigError, one_line
 from trainer.core.config.typed import convert, suggest
-from trainer.core.errors import ConfigError, one_line
 
 _SECRETS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
 _PHRASES = {("api", "key"), ("access", "key"), ("private", "key")}

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from trainer.core.config import CONF
-from trainer.core.errors import ConfigError, closest, did_you_mean
+from trainer.base.errors import ConfigError, closest, did_you_mean
+from trainer.base.folders import CONF
 
 TRANSLATED = ("strategy", "strategy.precision", "schedule")  # settings, with sections of that name
 HINTS = Path(__file__).with_name("hints.yaml")

@@ -15,19 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.core.config import CONF
-from trainer.core.config.plain_files import (
-    CONFIG,
-    MOST_OF_TOML,
-    MOST_OF_YAML,
-    parse_yaml,
-    read_file,
-    read_of_user,
-)
+from trainer.base.errors import ConfigError, one_line
+from trainer.base.folders import CONF
+from trainer.base.plain_files import MOST_OF_TOML, MOST_OF_YAML, parse_yaml, read_file, read_of_user
+from trainer.core.config.saved_config import CONFIG
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import ALLOWED_PACKAGES, lies_under
 from trainer.core.config.typed import build
-from trainer.core.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)

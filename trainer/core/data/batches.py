@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.base.errors import RunError, counted
 from trainer.core.config.schema import Config
 from trainer.core.data.examples import length_of
 from trainer.core.data.ledger import CLOSE_EVERY, Ledger
@@ -23,7 +24,6 @@ from trainer.core.data.resident import Piece
 from trainer.core.data.sampling import Sampling
 from trainer.core.distributed.ranks import Ranks
 from trainer.core.distributed.watch.heartbeat import Heartbeat, Phase
-from trainer.core.errors import RunError, counted
 
 _INDICES = operator.itemgetter(1)  # of a piece
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more

@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, Subset
 
+from trainer.base.codec import name_of
+from trainer.base.errors import ConfigError, describe_with_place
 from trainer.core.blame import find_rows
-from trainer.core.codec import name_of
-from trainer.core.errors import ConfigError, describe_with_place
 
 INT64 = range(-(2**63), 2**63)
 

@@ -24,6 +24,14 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainer.base.errors import (
+    ConfigError,
+    RunError,
+    ServerError,
+    ShardError,
+    describe_with_place,
+    one_line,
+)
 from trainer.core.config.schema import DataSettings
 from trainer.core.data.examples import (
     fetch_together,
@@ -47,14 +55,6 @@ from trainer.core.data.workers import (
     workers_named,
 )
 from trainer.core.distributed import accelerator
-from trainer.core.errors import (
-    ConfigError,
-    RunError,
-    ServerError,
-    ShardError,
-    describe_with_place,
-    one_line,
-)
 from trainer.core.rng import random_state, seed_example
 from trainer.core.rng.philox import key_of
 

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.sampling import Sampling
 from trainer.core.distributed import accelerator
-from trainer.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

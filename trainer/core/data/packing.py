@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from trainer.base.errors import ConfigError, ShardError
 from trainer.core.data.sampling import as_vector, check_size
 from trainer.core.data.sampling.shard_order import ShardShuffle
-from trainer.core.errors import ConfigError, ShardError
 
 SEGMENTS = "segments"
 POSITIONS = "positions"

@@ -10,11 +10,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.examples import find_flaw
 from trainer.core.data.loaders import Collate
 from trainer.core.data.resident import Piece
 from trainer.core.distributed import accelerator
-from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.rng.philox import Random

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.order import IndexSampler
-from trainer.core.errors import ConfigError
 
 AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
 

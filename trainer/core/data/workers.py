@@ -19,11 +19,11 @@ from typing import Any
 
 import torch.multiprocessing
 
+from trainer.base.errors import ConfigError, RunError, one_line
+from trainer.base.process.child import end_with_parent
+from trainer.base.process.streams import outlive_terminal
 from trainer.core.distributed.signals import signal_to_stop
 from trainer.core.distributed.watch.watcher import OF_A_JOB
-from trainer.core.errors import ConfigError, RunError, one_line
-from trainer.core.process.child import end_with_parent
-from trainer.core.process.streams import outlive_terminal
 
 FILES_OF_A_RANK = 64  # files that a rank opens, besides those open at the start
 FILES_OF_A_WORKER = 10  # its pipes, and the tensors of two batches in flight

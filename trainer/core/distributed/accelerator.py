@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.core.errors import one_line
+from trainer.base.errors import one_line
 
 HOST_BACKENDS = ("gloo", "mpi")  # carry tensors of the CPU; others those of their device
 

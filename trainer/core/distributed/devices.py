@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.core.config.plain_files import read_yaml
+from trainer.base.errors import ConfigError, one_line
+from trainer.base.plain_files import read_yaml
 from trainer.core.config.typed import suggest
-from trainer.core.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
 NUMBERS_OF_A_DEVICE = ("memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.base.codec import bytes_of
+from trainer.base.errors import ConfigError, RunError, describe, message_of
 from trainer.core.blame import is_of_a_group
-from trainer.core.codec import bytes_of
 from trainer.core.config.schema import DistSettings
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.rendezvous import (
@@ -33,7 +34,6 @@ from trainer.core.distributed.rendezvous import (
 from trainer.core.distributed.watch.phases import name_ranks, ranks_by_value
 from trainer.core.distributed.watch.watcher import LOST
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, RunError, describe, message_of
 from trainer.core.extensions import BACKENDS
 
 _LOST_PEER = re.compile(

@@ -25,13 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import trainer
+from trainer.base.errors import STOPPED, RunError
+from trainer.base.process import invocation
+from trainer.base.process.child import signals_passed_on
 from trainer.core.config.schema import LaunchSettings
-from trainer.core.distributed import launchers
 from trainer.core.distributed.launchers import CODES, MARK, MASTER, RANKS
-from trainer.core.distributed.signals import SIGNALS, STOPPED, check_start
+from trainer.core.distributed.signals import SIGNALS, check_start
 from trainer.core.distributed.world import count_ranks
-from trainer.core.errors import RunError
-from trainer.core.process.child import signals_passed_on
 
 END_S = 30.0  # for ranks that are to end, as in torch's own launchers
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
@@ -60,7 +60,7 @@ def launch(
         with _environment({MARK: config.name, CODES: str(path)}), suppress(*_ERRORS):
             if config.name == "elastic":
                 with _patient_agent(patience_s):
-                    _elastic(config.max_restarts, size, [*launchers.words(verb), *words])
+                    _elastic(config.max_restarts, size, [*invocation.words(verb), *words])
             else:
                 _spawn(size, words, patience_s)
             has_failed = False
@@ -211,7 +211,7 @@ def _enter(rank: int, words: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     mp.set_start_method(None, force=True)  # data workers start as under any other launcher
     sys.argv = ["trainer", *words]
-    launchers.run_module()
+    invocation.run_module()
 
 
 @contextmanager

@@ -13,11 +13,9 @@ import itertools
 import json
 import os
 import re
-import runpy
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,9 +25,8 @@ from functools import cache
 from math import inf, prod
 from pathlib import Path
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.rules import is_port
-from trainer.core.errors import ConfigError
-from trainer.core.process import is_run_directory
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
@@ -331,36 +328,3 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _is_count(text: str) -> bool:
     """Return True for an integer that a launcher can mean; int refuses very long ones."""
     return text.isascii() and text.isdecimal() and len(text) < 10
-
-
-SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
-
-
-def append_working_directory() -> None:
-    """Let tasks of the working directory be imported, after all installed packages."""
-    if SCRIPT in os.environ and not is_run_directory(sys.argv[1:]):
-        folder = str(Path.cwd())
-        sys.path[:] = [path for path in sys.path if path not in ("", folder)] + [folder]
-
-
-def run_module(verb: str = "train") -> None:
-    """Run a verb in this process, with the arguments in sys.argv. It ends the process."""
-    runpy.run_module(_module(verb), run_name="__main__", alter_sys=True)
-
-
-def as_started(text: str) -> str:
-    """Return help, advice or a command line with the commands as this process was started."""
-    if SCRIPT not in os.environ:
-        return text
-    text = re.sub(r"torchrun (.*)-m trainer\b\.?", r"torchrun \1--no-python lockstep ", text)
-    return re.sub(r"python -m trainer\b\.?", "lockstep ", text).replace("lockstep  ", "lockstep ")
-
-
-def words(verb: str = "train") -> list[str]:
-    """Return the arguments of `python` that start a verb, by script or module like this process."""
-    script = os.environ.get(SCRIPT)
-    return [script, verb] if script else ["-m", _module(verb)]
-
-
-def _module(verb: str) -> str:
-    return "trainer" if verb == "train" else f"trainer.{verb}"

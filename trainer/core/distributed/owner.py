@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.core.distributed.watch.process_table import kernel_state, read_stat
-from trainer.core.errors import shortened, visible
+from trainer.base.errors import shortened, visible
+from trainer.base.process.table import kernel_state, read_stat
 
 HIDDEN_PROCESS = "?"  # another user's process where /proc has the option hidepid
 MOST_OF_A_HOST = 100  # characters of a host, as anybody may have written it

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.base.errors import ConfigError, RunError, describe, place_of, visible
+from trainer.base.process.streams import lasting_output
+from trainer.base.process.tracebacks import Failure, set_failure, write_traceback
 from trainer.core.config.schema import DistSettings
 from trainer.core.distributed.group import Group, number_of, process_group
 from trainer.core.distributed.signals import StopRequest, stop_requests
 from trainer.core.distributed.watch.heartbeat import Heartbeat
 from trainer.core.distributed.watch.watching import watched
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, RunError, describe, place_of, visible
-from trainer.core.process.streams import lasting_output
-from trainer.core.process.tracebacks import Failure, set_failure, write_traceback
 
 RANK_0_S = 0.3  # for rank 0 to fail as this rank did
 ALIKE_S = 0.4  # for the other ranks

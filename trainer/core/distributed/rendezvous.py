@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainer.base.errors import ConfigError, RunError
 from trainer.core.config.schema import DistSettings
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.signals import check_start
 from trainer.core.distributed.watch.phases import PATIENCE, name_ranks
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, RunError
 
 LATER_S = 60.0  # than the watcher
 

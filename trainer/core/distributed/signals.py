@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from trainer.base.errors import ConfigError, RunError
 from trainer.core.distributed.launchers import find_launcher
-from trainer.core.errors import ConfigError, RunError
 
 REPEAT_GRACE_S = 1.0  # a person's second Ctrl-C comes later
 START_S = 3.0  # how long a rank that was asked to stop still waits for the others
@@ -22,7 +22,6 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT, *_BY_TE
 PARENT = os.getppid()  # read as early as possible, so that a launcher that dies later is noticed
 INTERRUPTED = "interrupted; nothing was saved"
 CODE_OF_INTERRUPT = 128 + signal.SIGINT  # as a shell shows it
-STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
 REQUEUE = ("SIGUSR1", "SIGUSR2")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.base.process.table import environment_at_start
 from trainer.core.distributed.launchers import MARK
 
 NAME = "OMP_NUM_THREADS"
@@ -26,14 +27,6 @@ def is_chosen(environment: Mapping[str, str] = os.environ) -> bool:
     return bool(_environment_of_agent(environment).get(NAME, "").strip())
 
 
-def at_start(pid: int | str = "self") -> dict[str, str]:
-    """Return the environment with which a process was started; empty if it cannot be read."""
-    with suppress(OSError):
-        text = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes())
-        return dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
-    return {}
-
-
 def _environment_of_agent(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of torchrun's agent: of the nearest ancestor that is not in this rank.
 
@@ -42,7 +35,7 @@ def _environment_of_agent(environment: Mapping[str, str]) -> dict[str, str]:
     rank = {name: value for name, value in environment.items() if name.startswith("TORCHELASTIC_")}
     pid = os.getppid()
     while pid > 0:
-        variables = at_start(pid)
+        variables = environment_at_start(pid)
         if not rank.items() <= variables.items():
             return variables
         pid = _parent_of(pid)

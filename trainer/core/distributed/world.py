@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.core.codec import bytes_of, decode, encode
+from trainer.base.codec import bytes_of, decode, encode
+from trainer.base.errors import ConfigError
+from trainer.base.process import torch_flags
+from trainer.base.process.table import usable_cores
 from trainer.core.distributed import accelerator, threads
 from trainer.core.distributed.launchers import Launcher, find_launcher
-from trainer.core.errors import ConfigError
-from trainer.core.process import torch_flags
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 torch_flags.resolve_vector_functions()  # every task imports this module before it computes
@@ -205,17 +206,6 @@ class World:
         may_bind = self.launcher.name in ("srun", "mpirun")  # bind each rank to its own cores
         is_bound = may_bind and cores * self.local_world_size <= (os.cpu_count() or 1)
         return cores if is_bound else cores // self.local_world_size
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use, limited by the container's quota."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def explain_unseen_gpu() -> str:

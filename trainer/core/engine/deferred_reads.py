@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed import accelerator
-from trainer.core.errors import ConfigError
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.codec import dtype_of, name_of
+from trainer.base.errors import ConfigError
 from trainer.core.blame import LOSS, METRICS
-from trainer.core.codec import dtype_of, name_of
 from trainer.core.data.eval_batches import EvalBatches
 from trainer.core.distributed.watch.heartbeat import Phase
 from trainer.core.engine.context import Parts
@@ -30,7 +31,6 @@ from trainer.core.engine.values import (
     first_rows,
     weigh,
 )
-from trainer.core.errors import ConfigError
 from trainer.core.hook_calls import call_hook
 from trainer.core.micro_batch import count_rows
 from trainer.core.state import BufferCopies, keep_attributes, keep_passes, sandbox

@@ -9,12 +9,12 @@ import zlib
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.order import Leaves
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.group import Group
 from trainer.core.distributed.group import most as most_of
 from trainer.core.engine.deferred_reads import DeferredRead, read_now
-from trainer.core.errors import ConfigError
 
 Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
 Rows = dict[str, list[list[Row]]]  # by name

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.base.codec import name_of
+from trainer.base.errors import ConfigError
 from trainer.core.blame import LOSS
-from trainer.core.codec import name_of
 from trainer.core.engine.means import Means
 from trainer.core.engine.values import Values, check_signs, sum_up, weigh, weigh_all
-from trainer.core.errors import ConfigError
 from trainer.core.hook_calls import call_hook
 from trainer.core.micro_batch import Rows, count_rows
 

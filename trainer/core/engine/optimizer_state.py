@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import CheckpointError, ConfigError
 from trainer.core.data.examples import find_flaw
-from trainer.core.errors import CheckpointError, ConfigError
 from trainer.core.strategy.optimizer_trial import inner_optimizers
 
 _WRONG = "the checkpoint is of another optimizer"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.engine.optimizer_state import (
     check_count,
@@ -21,7 +22,6 @@ from trainer.core.engine.optimizer_state import (
     restore_groups,
 )
 from trainer.core.engine.step import Norms, Rates
-from trainer.core.errors import ConfigError
 from trainer.core.schedule import Factor, rate_scale
 from trainer.core.strategy.optimizer_trial import (
     check_by_trial,

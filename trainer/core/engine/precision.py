@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 
 WEIGHTS = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
 AUTOCAST = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from trainer.base.errors import ConfigError
 from trainer.core.engine.context import Hooks
 from trainer.core.engine.means import Means
 from trainer.core.engine.step import OpenStep
 from trainer.core.engine.values import Values, check_name, check_named, rows_in, weigh
-from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 from trainer.core.rng.compiled import compiled
 

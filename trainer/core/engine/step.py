@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError, one_line
 from trainer.core.blame import MOST_SHOWN, is_explained, is_of_torch
-from trainer.core.errors import ConfigError, one_line
 from trainer.core.schedule import Factor
 from trainer.core.strategy.optimizer_trial import is_elementwise
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.core.codec import DTYPES, digest, dtype_of, name_of
+from trainer.base.codec import DTYPES, digest, dtype_of, name_of
+from trainer.base.errors import CheckpointError, ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.distributed.group import Group
 from trainer.core.engine.context import Parts
 from trainer.core.engine.means import Means
 from trainer.core.engine.objective import Objectives
 from trainer.core.engine.optimizers import Optimizers
-from trainer.core.errors import CheckpointError, ConfigError
 from trainer.core.strategy.tensor_shards import (
     Shard,
     TensorSource,

@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer.core.codec import name_of
+from trainer.base.codec import name_of
+from trainer.base.errors import ConfigError
 from trainer.core.data.examples import find_flaw
-from trainer.core.errors import ConfigError
 
 Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

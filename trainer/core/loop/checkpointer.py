@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.reading import read_on_all_ranks, wrong_state_named
 from trainer.core.checkpoints.run_directory import strict
@@ -17,7 +18,6 @@ from trainer.core.config.copies import address_of
 from trainer.core.data.batches import Batches
 from trainer.core.distributed.watch.heartbeat import Phase
 from trainer.core.engine.engine import Engine
-from trainer.core.errors import ConfigError
 from trainer.core.record import fingerprint, init_from
 from trainer.core.setup.build import Setup
 from trainer.core.setup.session import RunDirectory

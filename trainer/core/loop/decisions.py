@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from trainer.base.errors import ConfigError, RunError, counted
+from trainer.base.process import invocation
 from trainer.core.config.working_folder import naming_words
-from trainer.core.distributed import launchers
 from trainer.core.distributed.signals import StopRequest
 from trainer.core.distributed.watch.phases import Phase
 from trainer.core.engine.context import Parts
 from trainer.core.engine.deferred_reads import DeferredReads, HostCopy
 from trainer.core.engine.step import Outcome
-from trainer.core.errors import ConfigError, RunError, counted
 from trainer.core.loop import Actions, Progress, RolledBack, Writer
 
 
@@ -251,4 +251,4 @@ class Decisions:
         directory = self._actions.directory
         words = [str(directory), f"step={step}"]
         words += naming_words(self._parts.config, Path(self._parts.config.folder, directory))
-        return launchers.as_started(f"inspect it with python -m trainer.show {shlex.join(words)}")
+        return invocation.as_started(f"inspect it with python -m trainer.show {shlex.join(words)}")

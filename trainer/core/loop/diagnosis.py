@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from trainer.base.codec import digest
+from trainer.base.errors import ConfigError, RunError, one_line, place_of
 from trainer.core.blame import (
     LOSS,
     find_rows,
@@ -23,7 +25,6 @@ from trainer.core.blame import (
     is_without_gpu,
     place_in_task,
 )
-from trainer.core.codec import digest
 from trainer.core.config.schema import Config
 from trainer.core.config.typed import show, suggest_attribute
 from trainer.core.data.batches import LocalBatch
@@ -34,7 +35,6 @@ from trainer.core.engine.context import Hooks
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.training_state import ABSENT_DIGEST, Shards
 from trainer.core.engine.values import weigh_all
-from trainer.core.errors import ConfigError, RunError, one_line, place_of
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows, slice_rows
 from trainer.core.setup.capacity import memory_named

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.engine.engine import Engine
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.collectives import gather_parts, sizes_of
 
 

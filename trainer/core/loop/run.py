@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError, RunError, describe, exit_code_of
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.run_directory import BAD_STEP
 from trainer.core.checkpoints.saver import whole_parameters
@@ -27,7 +28,6 @@ from trainer.core.engine.deferred_reads import DeferredReads
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.trial import TaskRun
 from trainer.core.engine.values import Values
-from trainer.core.errors import ConfigError, RunError, describe, exit_code_of
 from trainer.core.extensions import CHECKS
 from trainer.core.loop import Actions, Calendar, RolledBack, Segment
 from trainer.core.loop.checkpointer import Checkpointer, restore

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from trainer.base.errors import visible
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.reading import read_on_all_ranks
 from trainer.core.engine.evaluation import Evaluator
 from trainer.core.engine.training_state import open_ema
 from trainer.core.engine.trial import NO_RUN, TaskRun
-from trainer.core.errors import visible
 from trainer.core.loop import RolledBack
 from trainer.core.loop.diagnosis import failures_named
 from trainer.core.loop.run import Run

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import trainer
-from trainer.core.config import PACKAGE
+from trainer.base.errors import CheckpointError, counted
+from trainer.base.folders import PACKAGE
 from trainer.core.config.schema import Config
 from trainer.core.data import ledger
 from trainer.core.data.sampling import Sampling
 from trainer.core.data.sampling.mixture import digest_of
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
-from trainer.core.errors import CheckpointError, counted
 
 OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # may differ: only rank 0 uses them
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import ConfigError, counted, one_line
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.reading import (
     Content,
@@ -25,7 +26,6 @@ from trainer.core.distributed.group import Group
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.training_state import OF_MODEL, BuiltFacts, find_other_base
-from trainer.core.errors import ConfigError, counted, one_line
 from trainer.core.strategy.tensor_shards import TensorSource, tensors_of
 
 KEY = "run.init_from"

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.base.errors import STOPPED, ConfigError
+from trainer.base.process.table import usable_cores
 from trainer.core.checkpoints.train_state import TrainState
 from trainer.core.config.schema import Config
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.devices import find_known
 from trainer.core.distributed.group import Group, most
 from trainer.core.distributed.ranks import Ranks
-from trainer.core.distributed.signals import STOPPED
-from trainer.core.distributed.world import World, usable_cores
+from trainer.core.distributed.world import World
 from trainer.core.engine.context import HOOK_MODULES, Parts
 from trainer.core.engine.deferred_reads import DeferredRead, DeferredReads
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.evaluation import Evaluator
 from trainer.core.engine.values import check_named
-from trainer.core.errors import ConfigError
 from trainer.core.record import startup
 from trainer.core.record.startup import Summary
 from trainer.core.record.trackers import SAMPLES, Record

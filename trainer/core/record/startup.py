@@ -14,24 +14,25 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from trainer.base.errors import STOPPED, counted
+from trainer.base.process import invocation
+from trainer.base.process.table import usable_cores
 from trainer.core.checkpoints import tensor_files
 from trainer.core.checkpoints.transaction import Manifest
 from trainer.core.config.schema import Config
 from trainer.core.config.working_folder import naming_words
 from trainer.core.data.order import BatchPlan
 from trainer.core.data.sampling import Sampling
-from trainer.core.distributed import accelerator, launchers
+from trainer.core.distributed import accelerator
 from trainer.core.distributed.rendezvous import choose_backend
-from trainer.core.distributed.signals import STOPPED
 from trainer.core.distributed.threads import is_chosen
-from trainer.core.distributed.world import World, explain_unseen_gpu, usable_cores
+from trainer.core.distributed.world import World, explain_unseen_gpu
 from trainer.core.engine.context import (
     choose_precision,
     is_bf16_emulated,
     is_bf16_native,
     is_fp16_slow,
 )
-from trainer.core.errors import counted
 from trainer.core.record import fingerprint
 from trainer.core.strategy import find_name
 from trainer.core.strategy.mesh_sizes import Mesh
@@ -366,7 +367,7 @@ def resume_command(config: Config, world: World, directory: Path, *more: str) ->
         return f"{own}(load_config({settings}, task={own})).{call}"
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
     words += naming_words(config, Path(config.folder, directory))
-    return launchers.as_started(shlex.join([*words, *more]))
+    return invocation.as_started(shlex.join([*words, *more]))
 
 
 def ending(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.rng import seed_generators
 from trainer.core.rng.keys import RowKeys
 

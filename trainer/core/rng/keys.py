@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed import accelerator
-from trainer.core.errors import ConfigError
 from trainer.core.rng import mixed
 from trainer.core.rng.philox import splitmix
 

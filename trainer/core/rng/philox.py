@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.distributed import accelerator
-from trainer.core.errors import ConfigError
 
 Per = Literal["epoch", "run"]
 _MASK = 0xFFFFFFFF

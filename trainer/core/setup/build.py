@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from trainer.base.errors import ConfigError, one_line, place_of
+from trainer.base.process.streams import outlive_terminal, without_bars
 from trainer.core.checkpoints.tensor_files import check_tensors
 from trainer.core.config.typed import suggest
 from trainer.core.data.batches import Batches
@@ -30,10 +32,8 @@ from trainer.core.engine.evaluation import EvalSplit, Evaluator, check_torchmetr
 from trainer.core.engine.precision import Precision
 from trainer.core.engine.training_state import Ema, describe_frozen
 from trainer.core.engine.trial import TaskRun
-from trainer.core.errors import ConfigError, one_line, place_of
 from trainer.core.extensions import EXPORT
 from trainer.core.micro_batch import take_rows
-from trainer.core.process.streams import outlive_terminal, without_bars
 from trainer.core.record import fingerprint
 from trainer.core.rng import seed_all
 from trainer.core.rng.forward import ExampleRng

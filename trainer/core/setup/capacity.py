@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import ConfigError, RunError, counted, one_line, visible
 from trainer.core.blame import is_out_of_memory
 from trainer.core.config.schema import Config
 from trainer.core.data.order import check_batch
@@ -30,7 +31,6 @@ from trainer.core.distributed.rendezvous import GUEST, part
 from trainer.core.distributed.watch.heartbeat import Phase
 from trainer.core.distributed.world import World
 from trainer.core.engine.evaluation import Evaluator
-from trainer.core.errors import ConfigError, RunError, counted, one_line, visible
 from trainer.core.strategy import find_strategy
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.task import Task

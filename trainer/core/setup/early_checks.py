@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainer.base.errors import ConfigError
+from trainer.base.process import uncollected
 from trainer.core.checkpoints import resume
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import call_target, check_target
@@ -21,8 +23,6 @@ from trainer.core.distributed.rendezvous import check_init, choose_backend
 from trainer.core.distributed.world import World
 from trainer.core.engine.context import HOOK_MODULES
 from trainer.core.engine.precision import Precision
-from trainer.core.errors import ConfigError
-from trainer.core.process import uncollected
 from trainer.core.setup import check_soon
 from trainer.core.state.outside import names_in
 from trainer.core.strategy import find_strategy

@@ -12,11 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.core.distributed import launchers
+from trainer.base.errors import STOPPED, ConfigError, RunError, describe
+from trainer.base.process import child, invocation
 from trainer.core.distributed.launchers import MARK
-from trainer.core.distributed.signals import STOPPED
-from trainer.core.errors import ConfigError, RunError, describe
-from trainer.core.process import child
 from trainer.core.record.startup import Summary
 from trainer.core.task import Task
 
@@ -85,7 +83,7 @@ def _run(path: Path) -> tuple[int, str]:
     Ctrl-C, or a notebook's stop button, asks them to save and end.
     """
     folders = os.pathsep.join(folder for folder in sys.path if folder)
-    words = [sys.executable, *launchers.words("notebook"), str(path)]
+    words = [sys.executable, *invocation.words("notebook"), str(path)]
     environment = {**os.environ, "PYTHONPATH": folders}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = child.start(words, env=environment, **output)

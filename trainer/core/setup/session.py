@@ -15,12 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import CheckpointError, ConfigError, describe, exit_code_of
+from trainer.base.process import uncollected
+from trainer.base.process.torch_flags import torch_flags_kept
 from trainer.core.checkpoints import resume
-from trainer.core.checkpoints.disk import Disk, replace_file
+from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.resume import Origin, take
 from trainer.core.checkpoints.run_directory import read_evaluation, read_exit, write_exit
 from trainer.core.checkpoints.saver import DiskSaver, Mail, PartSaver, Saver
-from trainer.core.config.plain_files import CONFIG, format_config
+from trainer.core.config.saved_config import CONFIG, format_config
 from trainer.core.config.schema import Config
 from trainer.core.config.stores import Events, StoreError, open_writer
 from trainer.core.data.sampling import Sampling, mixture
@@ -31,9 +35,6 @@ from trainer.core.distributed.ranks import Ranks, open_ranks
 from trainer.core.distributed.rendezvous import collective_limit
 from trainer.core.distributed.world import World
 from trainer.core.engine.context import OPEN, Parts, choose_precision, is_bf16_native, takes_bf16
-from trainer.core.errors import CheckpointError, ConfigError, describe, exit_code_of
-from trainer.core.process import uncollected
-from trainer.core.process.torch_flags import torch_flags_kept
 from trainer.core.record import fingerprint, init_from, startup
 from trainer.core.record.startup import fact
 from trainer.core.record.trackers import Record, Sink

@@ -13,10 +13,10 @@ from types import ModuleType
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import StrategySettings
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.extensions import STRATEGIES
 from trainer.core.strategy.base import Strategy
 from trainer.core.strategy.mesh_sizes import is_divided

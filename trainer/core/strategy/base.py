@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
+from trainer.base.errors import ConfigError, counted
 from trainer.core.config.schema import Config
 from trainer.core.data.order import BatchSplit, Leaves
 from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError, counted
 from trainer.core.extensions import CHECKS
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import copied, count_rows, slice_rows

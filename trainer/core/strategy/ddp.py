@@ -17,14 +17,14 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
-from trainer.core.codec import bytes_of, digest, name_of
+from trainer.base.codec import bytes_of, digest, name_of
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.group import find_unequal, number_of
 from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import copied
 from trainer.core.state import BufferCopies, keep_passes, sandbox

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 from trainer.core.strategy.base import ObjectiveProtocol
 from trainer.core.strategy.single import SingleDevice
 

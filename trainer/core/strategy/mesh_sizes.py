@@ -10,9 +10,9 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import MeshSizes
 from trainer.core.distributed.world import RankGroup, World, unnoticed
-from trainer.core.errors import ConfigError
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # the innermost one last
 DATA = ("replicate", "shard")  # these divide the rows of a global batch

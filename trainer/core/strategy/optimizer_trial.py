@@ -21,7 +21,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from trainer.core.errors import ConfigError, one_line
+from trainer.base.errors import ConfigError, one_line
 from trainer.core.state import keep_generators, sandbox
 
 # These update each element by itself, so a shard can be updated without the rest of its tensor.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.strategy.tensor_shards import replace_tensors
 
 OF_A_MODULE = set(vars(nn.Module()))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.core.codec import dtype_of, name_of
+from trainer.base.codec import dtype_of, name_of
+from trainer.base.errors import CheckpointError
 from trainer.core.distributed.group import Group
-from trainer.core.errors import CheckpointError
 
 Move = Callable[[torch.Tensor, int], "torch.Tensor | None"]
 Band = tuple[int, int]  # of rows: the first one in the whole tensor, and their number

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer import ConfigError
-from trainer.core.errors import counted, shortened, visible
+from trainer.base.errors import counted, shortened, visible
 from trainer.hf.chat.forms import Example, read_chat, read_pair
 from trainer.hf.chat.function_chats import make_pairs
 from trainer.hf.chat.masks import Masks

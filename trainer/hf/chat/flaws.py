@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer import ConfigError
-from trainer.core.errors import visible
+from trainer.base.errors import visible
 
 MOST_LEVELS = 100  # of lists and dicts in a value: each takes calls of Python, of at most 1,000
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainer import ConfigError
-from trainer.core.errors import visible
+from trainer.base.errors import visible
 from trainer.hf.chat.flaws import Flaw, check_value
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

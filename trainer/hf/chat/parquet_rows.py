@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.errors import one_line
+from trainer.base.errors import one_line
 from trainer.hf.chat.flaws import Flaw, too_long
 from trainer.hf.chat.forms import COLUMNS_OF_CHATS
 from trainer.shards.formats.parquet import import_pyarrow, open_parquet

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import ConfigError, ShardedDataset
-from trainer.core.errors import did_you_mean, one_line, visible
+from trainer.base.errors import did_you_mean, one_line, visible
 from trainer.hf.chat.flaws import Flaw, too_long
 from trainer.hf.chat.function_chats import describe_functions
 from trainer.hf.chat.parquet_rows import read_parquet, without_nulls

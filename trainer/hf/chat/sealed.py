@@ -13,7 +13,7 @@ import jinja2
 from tokenizers import Encoding, Tokenizer
 
 from trainer import ConfigError
-from trainer.core.errors import describe, shortened
+from trainer.base.errors import describe, shortened
 from trainer.hf.chat.flaws import Flaw
 
 

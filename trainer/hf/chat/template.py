@@ -12,7 +12,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer import ConfigError
-from trainer.core.errors import describe, shortened
+from trainer.base.errors import describe, shortened
 from trainer.hf.chat.flaws import Flaw
 from trainer.hf.chat.sealed import SealedTokenizer
 

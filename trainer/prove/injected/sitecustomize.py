@@ -19,7 +19,7 @@ def load_recorder() -> None:
     """Import the package `recorder` beside this folder, which watches imports of torch."""
     prove = os.path.dirname(HERE)  # noqa: PTH120
     folder = os.path.join(prove, "recorder")  # noqa: PTH118
-    process = os.path.join(os.path.dirname(prove), "core", "process")  # noqa: PTH118, PTH120
+    process = os.path.join(os.path.dirname(prove), "base", "process")  # noqa: PTH118, PTH120
     path = os.path.join(folder, "__init__.py")  # noqa: PTH118
     spec = importlib.util.spec_from_file_location(
         RECORDER, path, submodule_search_locations=[folder, process]

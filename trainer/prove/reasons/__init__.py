@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.core.errors import counted
-from trainer.core.same import FP64, relative
+from trainer.base.errors import counted
+from trainer.base.same import FP64, relative
 from trainer.prove.comparison import Deviation, PairComparison, rest_apart
 from trainer.prove.merging import (
     CommandHistory,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
-from trainer.core.errors import counted
+from trainer.base.errors import counted
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Step
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.same import relative
+from trainer.base.same import relative
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Step
 from trainer.prove.reasons.example_reasons import explain_skipped

@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from trainer.core.errors import counted
-from trainer.core.same import relative
+from trainer.base.errors import counted
+from trainer.base.same import relative
 from trainer.prove.comparison import REST, PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Sketches, Step
 from trainer.prove.rounding import Bounds, relative_norm

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.same import FP64, relative
+from trainer.base.same import FP64, relative
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Sketches, Step, size_of
 from trainer.prove.reasons.example_reasons import explain_repeated_step

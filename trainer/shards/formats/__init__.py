@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.core.errors import ConfigError, describe
+from trainer.base.errors import ConfigError, describe
 from trainer.shards.formats import arrays, mds, parquet, tar
 from trainer.shards.formats.shard_parts import FileBytes
 from trainer.shards.sources import Span

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.core.codec import DTYPES
-from trainer.core.config.plain_files import parse_json
-from trainer.core.errors import ConfigError
+from trainer.base.codec import DTYPES
+from trainer.base.errors import ConfigError
+from trainer.base.plain_files import parse_json
 from trainer.shards.formats.shard_parts import FileBytes, Piece, join
 from trainer.shards.sources import Span
 

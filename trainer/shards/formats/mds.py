@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.shards.formats.shard_parts import FileBytes
 from trainer.shards.sources import Span
 

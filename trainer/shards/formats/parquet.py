@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.shards.formats.shard_parts import FileBytes, Piece, join
 from trainer.shards.sources import Span
 

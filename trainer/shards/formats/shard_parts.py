@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.core.errors import RunError
+from trainer.base.errors import RunError
 from trainer.shards.sources import SOURCE_CHUNK_BYTES, Span, open_file
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.rng.philox import Order
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # settings for JSON, and tensors

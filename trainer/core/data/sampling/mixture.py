@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.core.config.plain_files import parse_json, parse_safetensors
+from trainer.base.errors import CheckpointError, ConfigError
+from trainer.base.plain_files import parse_json, parse_safetensors
 from trainer.core.data.order import POSITIONS_AT_ONCE
 from trainer.core.data.sampling import IndexOrder, Sampling, Shuffle, State, as_vector, check_size
 from trainer.core.data.sampling.shard_order import ShardShuffle
-from trainer.core.errors import CheckpointError, ConfigError
 from trainer.core.rng.philox import Permutation, key_of
 
 

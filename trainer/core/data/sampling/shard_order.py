@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from trainer.base.errors import ConfigError
 from trainer.core.data.sampling import Sampling, State, as_vector, check_size
-from trainer.core.errors import ConfigError
 from trainer.core.rng.philox import Permutation
 
 LANES = 32

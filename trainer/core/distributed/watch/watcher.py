@@ -18,7 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.process.table import (
+    bytes_moved,
+    is_ending,
+    kernel_state,
+    list_children,
+    read_stat,
+    seconds_of_work,
+    send,
+    signal_main_thread,
+)
 from trainer.core.distributed.watch import phases
+from trainer.core.distributed.watch.exit_file import ExitFile
 from trainer.core.distributed.watch.phases import (
     HOST,
     MESH_GROUPS,
@@ -29,17 +40,6 @@ from trainer.core.distributed.watch.phases import (
     name_ranks,
     ranks_by_value,
     say,
-)
-from trainer.core.distributed.watch.process_table import (
-    ExitFile,
-    bytes_moved,
-    is_ending,
-    kernel_state,
-    list_children,
-    read_stat,
-    seconds_of_work,
-    send,
-    signal_main_thread,
 )
 
 # The signal that dumps a stack (Linux only): SIGUSR1 asks to stop, SIGUSR2 is left to the task.

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.core.config import PACKAGE
+from trainer.base.errors import ConfigError
+from trainer.base.folders import PACKAGE
 from trainer.core.distributed.group import Group
 from trainer.core.distributed.signals import PARENT
 from trainer.core.distributed.watch import watcher
@@ -38,7 +39,6 @@ from trainer.core.distributed.watch.phases import (
     Phase,
 )
 from trainer.core.distributed.world import World
-from trainer.core.errors import ConfigError
 
 END_BYTE = b"."
 MOST_COLLECTIVES = 1000  # of each recorder

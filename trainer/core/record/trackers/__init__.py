@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from trainer.base.errors import one_line
 from trainer.core.config.schema import Config
-from trainer.core.errors import one_line
 
 SAMPLES = "samples/"  # before the names of those texts
 Method = TypeVar("Method", bound=Callable[..., None])

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.core.errors import visible
-from trainer.core.process.streams import CurrentOutput, build_table, width_of
+from trainer.base.errors import visible
+from trainer.base.process.streams import CurrentOutput, build_table, width_of
 from trainer.core.record.trackers import SAMPLES, Sink
 
 PROGRESS = {  # beside the losses, once they are logged

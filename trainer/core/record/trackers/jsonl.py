@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.durable_files import replace_file
+from trainer.base.errors import CheckpointError, counted
+from trainer.base.plain_files import open_plain
 from trainer.core.checkpoints import run_directory
-from trainer.core.checkpoints.disk import Disk, replace_file
+from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.config.plain_files import CONFIG, open_plain
-from trainer.core.errors import CheckpointError, counted
+from trainer.core.config.saved_config import CONFIG
 from trainer.core.record.trackers import Say, Sink
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from trainer.base.errors import ConfigError
 from trainer.core import extensions
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import resolve
-from trainer.core.errors import ConfigError
 from trainer.core.record.trackers import Observed, Observer, Say, Sink
 from trainer.core.record.trackers.jsonl import CsvFile
 

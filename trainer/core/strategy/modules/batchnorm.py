@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
-from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 
 SMALL_GROUP = 2**15  # elements; above it, copying on a CPU takes longer than a kernel call

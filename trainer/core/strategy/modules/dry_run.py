@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config, StrategySettings
-from trainer.core.errors import ConfigError
 from trainer.core.state import is_large_frozen
 
 WEIGHT_NOISE = 0.05  # of a weight

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 from trainer.core.micro_batch import count_rows
 from trainer.core.state import BufferCopies
 from trainer.core.strategy.modules.dry_run import changed_buffers

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from trainer.core.errors import ConfigError, one_line
+from trainer.base.errors import ConfigError, one_line
 from trainer.core.strategy.modules.dry_run import uncounted
 
 

@@ -1,55 +1,11 @@
-"""Other processes as the kernel sees them (Linux), signals to them, and exit.json for them."""
+"""Other processes as the kernel sees them (Linux), and signals to them."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-
-class ExitFile:
-    """exit.json of the run that the ranks of a node write."""
-
-    def __init__(self, find_directory: Callable[[], str]):
-        """`find_directory` returns the run directory; empty before the ranks have one."""
-        self._find_directory = find_directory
-        self._writer: Any = None  # the token of the directory's writer
-
-    def find_writer(self) -> None:
-        """Read once who writes in the directory."""
-        if self._writer is None and (directory := self._find_directory()):
-            self._writer = _read(Path(directory, ".writer")).get("token", "")
-
-    def write(self, reason: str, step: int, replaced: str = "") -> None:
-        """Write a failure, unless another reason is there, or another process writes there now.
-
-        A reason that contains `replaced` is no other one.
-        """
-        directory = Path(self._find_directory() or os.devnull)
-        path = directory / "exit.json"
-        former_reason = str(_read(path).get("reason", ""))
-        if former_reason and not (replaced and replaced in former_reason):
-            return
-        if self._writer and _read(directory / ".writer").get("token") not in (None, self._writer):
-            return  # a restart
-        with suppress(OSError):
-            staged = directory / ".exit.json.new"
-            staged.unlink(missing_ok=True)
-            with open(staged, "x", encoding="utf-8") as file:
-                json.dump({"code": 1, "reason": reason, "step": step}, file, indent=1)
-            os.replace(staged, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes()) if path.is_file() else {}
-        return content if isinstance(content, dict) else {}
-    return {}
-
 
 # The system call tgkill, which the C library of older Linux distributions does not offer.
 TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
@@ -107,3 +63,22 @@ def signal_main_thread(pid: int, signal_number: int) -> None:
     """
     if TGKILL is None or ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(signal_number)):
         send(pid, signal_number)
+
+
+def environment_at_start(pid: int | str = "self") -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it cannot be read."""
+    with suppress(OSError):
+        text = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes())
+        return dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
+    return {}
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, limited by the container's quota."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores

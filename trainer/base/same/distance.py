@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from trainer.core.same import SMALL
+from trainer.base.same import SMALL
 
 AT_ONCE = 2**22  # elements of a tensor that are copied in fp64: 32 MiB
 SKETCHED = 16  # numbers of a sketch

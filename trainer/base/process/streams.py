@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from trainer.core.errors import visible
+from trainer.base.errors import visible
 
 READER_WAIT_S = 5.0  # while it does not read; the watcher would take a longer wait for a hang
 STREAM_NAMES = ("stdin", "stdout", "stderr")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.core.errors import describe, shortened, visible
+from trainer.base.errors import describe, shortened, visible
 
 FULL_TRACEBACK = "LOCKSTEP_TRACEBACK"  # set to "full": all frames are shown
 MOST_LINES_OF_A_TRACEBACK = 200

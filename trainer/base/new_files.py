@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainer.core.errors import ConfigError
+from trainer.base.errors import ConfigError
 
 
 def check_name(subject: str, path: Path) -> None:

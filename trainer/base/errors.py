@@ -34,6 +34,7 @@ class RunError(_OneLine, RuntimeError):
     """Failure that ends a run: a full disk, a step that is not finite. Commands exit with 1."""
 
 
+STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
 MOST = 2000  # characters of a message that are shown: the first and the last half of them
 
 
