@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.internals import checkpoint, open_content, read_whole
+from harness.training import keep_rules
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
 from trainer.core.strategy.tensor_shards import Shard
@@ -29,8 +29,7 @@ def opened_saver(
     limit_s: float = LIMIT_S,
 ) -> Iterator[PartSaver]:
     """The saver of one of `size` ranks that write their parts."""
-    keep: Any = SimpleNamespace(keep_last=keep_last, keep_best=0, best_mode="min")
-    vars(keep).update(best_metric="eval/loss", on_error="stop")
+    keep = keep_rules(keep_last, 0)
     mail = Mail(store, rank, range(size), limit_s)
     if rank:
         saver = PartSaver(root.parent, keep, mail)

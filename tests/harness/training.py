@@ -16,6 +16,7 @@ from harness.compositions import remember_compositions
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
+from trainer.core.config.schema import CheckpointSettings
 from trainer.core.engine.trial import Trial
 from trainer.core.extensions import STRATEGIES
 from trainer.core.loop.run import Run
@@ -59,6 +60,14 @@ def compose(folder: Path, *overrides: str) -> Config:
         return load_config([f"run.dir={folder}", "run.name=run", *overrides], [CONF])
     config = copy.deepcopy(_compose(overrides))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder)))
+
+
+def keep_rules(keep_last: int, keep_best: int, mode: str = "min") -> CheckpointSettings:
+    """Return settings that keep the newest checkpoints, and the best by eval/loss."""
+    keep = compose(Path(), "task=tiny").checkpoint
+    return dataclasses.replace(
+        keep, keep_last=keep_last, keep_best=keep_best, best_metric="eval/loss", best_mode=mode
+    )
 
 
 @functools.cache

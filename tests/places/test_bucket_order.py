@@ -230,7 +230,7 @@ def stop_everywhere(place, history, keep):
             session(store, place / "local/e", [70], keep)
             after = [*before, 70]
             scores = {step: SCORES[step] for step in after}
-            expected = sorted(transaction.kept(after, scores, keep.keep_last, keep.keep_best))
+            expected = sorted(keep.kept(after, scores))
             found = [step_of(folder) for folder in store.folders()]
             if sorted(found) != expected or store.whole() != expected:
                 wrong.append([at, is_lost, "left", found, store.whole(), expected])

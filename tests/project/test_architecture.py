@@ -12,6 +12,7 @@ import pytest
 from harness.code_lines import code_lines
 
 from trainer import Trainer
+from trainer.core import api
 from trainer.core.engine.trial import TaskRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ ROOMS = [
     "task",
     "setup",
     "loop",  # loop/, trainer
+    "api",  # what companions may import, and nothing in the core
 ]
 LOOSE = ("extensions", "blame", "hook_calls", "micro_batch")
 # Beside the core: each knows base/, the core, the face, and the others that stand here.
@@ -57,12 +59,14 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 }
 # Friends: they work inside the engine, and know the core's modules. How many of their names each
 # imports; a number may only become smaller.
+INTERFACE = "trainer.core.api"
 FRIENDS = {
     "mesh": 80,  # strategies: a step runs through them
-    "startup_checks": 60,  # they run parts of a step
-    "check": 60,  # a plan builds a run on fake tensors
-    "verify": 60,  # it records what a step does
+    "startup_checks": 57,  # they run parts of a step
+    "check": 75,  # a plan builds a run on fake tensors
+    "verify": 27,  # it records what a step does
 }
+MOST_NAMES_OF_THE_INTERFACE = 90  # with those of modules that it has as a whole
 FACE = ("__init__", "__main__", "cli", "notebook", "schedule", "tasks", "train", "verbs")
 # Whose modules answer many requests without torch, so they import what loads it where it is used.
 LAZY = (
@@ -192,16 +196,62 @@ def test_the_core_imports_no_companion_and_companions_only_those_of_the_table():
             assert is_public, f"{path}:{line} imports {name}"
 
 
-def test_companions_use_fewer_and_fewer_names_of_the_core():
-    used: dict[str, set[tuple[str, str]]] = {companion: set() for companion in COMPANIONS}
+def names_of_the_core(companion: str) -> set[tuple[str, str]]:
+    """Return (module, name) of all that the files of a companion import from the core."""
+    return {
+        (str(node.module), alias.name)
+        for path in FILES
+        if unit(path) == companion
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.core")
+        for alias in node.names
+    }
+
+
+def test_companions_know_the_core_by_its_interface():
+    for companion in COMPANIONS.keys() - FRIENDS.keys():
+        beside = {name for name in names_of_the_core(companion) if name[0] != INTERFACE}
+        assert not beside, f"{companion}: import {beside} from {INTERFACE}, or do without"
+
+
+def test_the_interface_has_few_names_and_each_is_used():
+    tree = TREES[NAMES[INTERFACE]]
+    for_types = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.core.")
+        for alias in node.names
+    }
+    assert for_types == api._HOMES  # what is found at run time is what types are checked by
+    used: set[tuple[str, str]] = set()
     for path in FILES:
-        for node in ast.walk(TREES[path]) if unit(path) in COMPANIONS else ():
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trainer.core"):
-                used[unit(path)] |= {(str(node.module), alias.name) for alias in node.names}
-    counts = {companion: len(names) for companion, names in used.items()}
-    counts["all"] = len(set().union(*used.values()))
-    assert all(count <= NAMES_OF_THE_CORE[who] for who, count in counts.items()), counts
-    assert counts == NAMES_OF_THE_CORE, "write the smaller number into NAMES_OF_THE_CORE"
+        if unit(path) not in COMPANIONS:
+            continue
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ImportFrom) and node.module == INTERFACE:
+                for alias in node.names:
+                    used |= names_through(alias, TREES[path])
+    missing = for_types.keys() - {name for name, _ in used}
+    assert not missing, f"no companion uses {missing}"
+    assert len({inner or name for name, inner in used}) <= MOST_NAMES_OF_THE_INTERFACE
+
+
+def names_through(alias: ast.alias, tree: ast.Module) -> set[tuple[str, str]]:
+    """Return (name, "") of an import, or (module, name) of all that a file uses of a module."""
+    if alias.name not in api._MODULES:
+        return {(alias.name, "")}
+    own = alias.asname or alias.name
+    return {
+        (alias.name, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == own
+    }
+
+
+def test_friends_know_fewer_and_fewer_names_of_the_core():
+    counts = {friend: len(names_of_the_core(friend)) for friend in FRIENDS}
+    assert all(count <= FRIENDS[who] for who, count in counts.items()), counts
+    assert counts == FRIENDS, "write the smaller number into FRIENDS"
 
 
 def test_there_are_no_cycles():

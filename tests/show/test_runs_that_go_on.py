@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import CONF, fit_on, on_ranks
 from harness.internals import checkpoint
-from harness.training import compose
+from harness.training import compose, keep_rules
 from tiny import Tiny
 
 from trainer.base.errors import CheckpointError
@@ -31,7 +31,7 @@ def publish_again(root, newest):
     for name in files:
         os.link(newest / name, staging / name)
     checkpoint.publish(staging, root, step, files, facts, lambda: None)
-    checkpoint.prune(root, 1, 0, "", "min", set())
+    checkpoint.prune(root, keep_rules(1, 0), set())
     return checkpoint.final_path(root, step)
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,6 +123,15 @@ def parse_json(data: bytes | str) -> Any:
     if r"\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     return value
+
+
+def strict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace numbers that JSON does not have by None, in nested mappings too."""
+    plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    for key, value in plain.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            plain[key] = None
+    return plain
 
 
 def parse_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:

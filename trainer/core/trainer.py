@@ -21,11 +21,14 @@ from trainer.core.engine.step import Outcome
 from trainer.core.engine.trial import NO_RUN, ONLY_IN_FIT, TaskRun
 from trainer.core.engine.values import Values, check_name
 from trainer.core.extensions import EXPORT
+from trainer.core.loop.diagnosis import Example
+from trainer.core.loop.diagnosis import examine as examine_batch
 from trainer.core.loop.run import Run
 from trainer.core.loop.training import FitResult, examine, start, train
 from trainer.core.record.startup import Summary
 from trainer.core.setup.build import Setup
 from trainer.core.setup.notebook_launch import train_on_ranks
+from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.task import Task
 
 Found = TypeVar("Found")
@@ -187,6 +190,14 @@ def active_run(task: Trainer) -> Run:
     if not isinstance(task._run, Run):
         raise RuntimeError(ONLY_IN_FIT)
     return task._run
+
+
+def examine_step(task: Trainer, batch: LocalBatch) -> tuple[list[Example], bool]:
+    """Recompute the examples of a step that `fit` of a task is about to train.
+
+    The second result says whether BatchNorm used its running statistics, as training does not.
+    """
+    return examine_batch(active_run(task).engine, task, batch), has_batchnorm(task.model)
 
 
 def set_model(task: Trainer, setup: Setup) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer import Config, ConfigError, World
-from trainer.core.strategy.mesh_sizes import Mesh
+from trainer.core.api import Mesh
 
 IGNORED = -100  # as everywhere in transformers: such a label has no weight
 TOKENS_AT_ONCE = 512  # whose logits are in memory at once

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer import Config
 from trainer.base.durable_files import sync_directory
 from trainer.base.errors import CheckpointError, ConfigError, RunError, one_line, visible
 from trainer.base.folders import PACKAGE
@@ -36,12 +37,7 @@ from trainer.base.process.child import interrupted_by_sigterm
 from trainer.base.process.streams import BARS
 from trainer.base.same import BY_HAND, DIVIDED, Limits
 from trainer.base.same.distance import apart
-from trainer.core.checkpoints import transaction
-from trainer.core.checkpoints.run_directory import PROOF, write_exit
-from trainer.core.checkpoints.saver import copy_again
-from trainer.core.config.schema import Config
-from trainer.core.distributed.launchers import RANKS
-from trainer.core.record.startup import Summary
+from trainer.core.api import OF_A_GROUP, PROOF, Summary, copy_again, transaction, write_exit
 from trainer.hf import pipelines
 from trainer.hf.classes import CAUSAL, base_of, why_not_exported
 from trainer.hf.library import quiet_transformers
@@ -52,7 +48,6 @@ from trainer.hf.trained_model import load_alone
 
 FOLDER_NAME = "export"  # of the folder in a run directory
 RELOAD_GRACE_S = 5.0  # of the fresh process, after an interrupt
-OF_A_GROUP = {*RANKS, "MASTER_ADDR", "MASTER_PORT"}  # variables; the fresh process is alone
 SAFE = (".safetensors", ".json", ".md", ".txt", ".model", ".jinja")  # suffixes that are no pickle
 
 
@@ -140,7 +135,7 @@ def _origin_of(config: Config) -> dict[str, Any]:
     folder = Path(config.folder, config.run.resume or "")
     is_one = (folder / transaction.MANIFEST).is_file()
     root = folder.resolve().parent.parent if is_one else folder
-    manifest = transaction.read_manifest(folder) if is_one else None
+    manifest = transaction.CheckpointFiles.read(folder).manifest if is_one else None
     manifest = manifest or transaction.newest_manifest(root / "checkpoints")
     assert manifest is not None
     lines: list[str] = []
@@ -338,8 +333,7 @@ def export_at_end(task: Any, summary: Summary) -> None:
         return
     folder = summary.directory
     if config.checkpoint.best_metric is not None and summary.best_step is not None:
-        best = transaction.final_path(folder / "checkpoints", summary.best_step)
-        folder = best if best.exists() else folder
+        folder = transaction.steps(folder / "checkpoints").get(summary.best_step, folder)
     key = f"checkpoint.export={config.checkpoint.export}"
     loaded = replace(config, run=replace(config.run, resume=str(folder)))
     try:

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 import trainer
+from trainer import Config
 from trainer.base.codec import name_of
 from trainer.base.errors import visible
 from trainer.base.plain_files import parse_yaml
-from trainer.core.checkpoints.tensor_files import memory_of
-from trainer.core.config.schema import Config
-from trainer.core.engine.values import first_rows
+from trainer.core.api import first_rows, memory_of
 from trainer.hf.classes import (
     CAUSAL,
     auto_class,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer import ConfigError
-from trainer.core.rng.forward import ExampleRng
+from trainer.core.api import ExampleRng
 from trainer.hf import loading
 from trainer.hf.causal import LanguageModel, check_finite
 

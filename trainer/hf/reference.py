@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from trainer.core.distributed.accelerator import copy_aside
-from trainer.core.rng import seed_all
+from trainer.core.api import seed_all
 from trainer.hf.file_digests import write_whole
 from trainer.shards.cache import default_folder
 from trainer.shards.long_work import watched
@@ -67,7 +66,7 @@ def compute(
     `unit` says how much one of them is, as progress is told.
     """
     outputs = [
-        model(**copy_aside(each, device)).double().cpu()
+        model(**{name: value.to(device) for name, value in each.items()}).double().cpu()
         for each in watched(inputs, "computing the reference", unit)
     ]
     return torch.cat(outputs).numpy()

@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from trainer.core.config.schema import Config, MeshSizes
-from trainer.core.distributed.world import World
-from trainer.core.engine.evaluation import Evaluator
-from trainer.core.engine.precision import WEIGHTS
-from trainer.core.loop.training import examine, kept_task
+from trainer import Config, World
+from trainer.core.api import Evaluator, MeshSizes, examine, kept_task
 
 EXPORT_ROWS = 7  # of the examples that an export is compared on
 
@@ -69,8 +66,7 @@ def load_alone(task: Any, config: Config, is_stored: bool) -> tuple[nn.Module, A
     They are those of the first split of the evaluation that has any, else of the training. The
     task is left as it was.
     """
-    precision = config.strategy.precision
-    config = on_one_process(config, precision if is_stored and precision in WEIGHTS else "fp32")
+    config = on_one_process(config, config.strategy.weights if is_stored else "fp32")
     if is_stored:
         config = replace(config, run=replace(config.run, ema_decay=None))
     with kept_task(task):

@@ -8,17 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer import load_config
 from trainer.base.errors import ConfigError, RunError, did_you_mean, visible
 from trainer.base.plain_files import MOST_OF_YAML, read_of_user
 from trainer.base.process.streams import print_table
 from trainer.cli import answer, run, split_arguments
-from trainer.core.config.compose import load_config
-from trainer.core.config.copies import copy_of, with_addresses
-from trainer.core.config.rules import check_path
-from trainer.core.config.saved_config import CONFIG
-from trainer.core.config.stores import StoreError, address_problem, is_address, open_store
-from trainer.core.config.working_folder import find_options
-from trainer.core.task import Task
+from trainer.core.api import (
+    CONFIG,
+    StoreError,
+    Task,
+    address_problem,
+    check_path,
+    copy_of,
+    find_options,
+    is_address,
+    open_store,
+    with_addresses,
+)
 from trainer.verbs import STRATEGIES
 
 HELP = """usage: python -m trainer.list [tasks|recipes|strategies|runs] [run.dir=DIR]

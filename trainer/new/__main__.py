@@ -18,7 +18,7 @@ from trainer.base.errors import ConfigError, did_you_mean
 from trainer.base.folders import HOME, PACKAGE
 from trainer.base.process import invocation
 from trainer.cli import answer, run, single
-from trainer.core.config.working_folder import find_options
+from trainer.core.api import find_options
 from trainer.new import CLUSTERS, RECIPES, Recipe
 
 HELP = """usage: python -m trainer.new NAME [--recipe RECIPE] [--cluster CLUSTER]

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from trainer.base.errors import one_line
-from trainer.core.config.stores import SMALL, NotThereError, StoreError
-from trainer.core.extensions import STORES
+from trainer.core.api import NotThereError, Store, StoreError
 
 LEASE = "lease.json"
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
@@ -85,15 +84,14 @@ class Bucket:
     def __init__(self, address: str, is_new: bool = False):
         """`is_new`: make the folder of a file:// address.
 
-        Raises ConfigError if obstore is not installed, NotThereError without that folder.
+        Raises NotThereError without that folder.
         """
         self.address = address.rstrip("/")
-        STORES[urlsplit(self.address).scheme].check(self.address)
         with _translated(self.address):
             self._store = _open_store(self.address, is_new, REQUEST_S)
         self._stores: dict[float, Any] = {REQUEST_S: self._store}  # by the limit of a request
         self._pace = 0  # index of PACES
-        self._piece = SMALL  # bytes to ask for next
+        self._piece = Store.SMALL  # bytes to ask for next
         is_here = self.address.startswith("file:")
         self._folder = Path(unquote(urlsplit(self.address).path)) if is_here else None
 
@@ -113,7 +111,7 @@ class Bucket:
 
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         with _translated(f"{self.address}/{name}"):
-            if size <= SMALL:
+            if size <= Store.SMALL:
                 _repeated(lambda: obstore.put(self._store, name, content))
             else:
                 self._put_large(name, content, size)
@@ -159,13 +157,13 @@ class Bucket:
                 piece = obstore.get_range(self._store, name, start=begin, length=length)
             except Exception as error:
                 was_slow = time.monotonic() - begun >= REQUEST_S and _was_broken_off(error)
-                if not was_slow or length <= SMALL:
+                if not was_slow or length <= Store.SMALL:
                     raise
-                self._piece = max(length // 8, SMALL)
+                self._piece = max(length // 8, Store.SMALL)
                 continue
             seconds = time.monotonic() - begun
             if seconds > SLOW_S:
-                self._piece = max(length // 2, SMALL)
+                self._piece = max(length // 2, Store.SMALL)
             elif seconds < SLOW_S / 4 and length == self._piece:
                 self._piece = min(2 * length, PIECE)
             return piece

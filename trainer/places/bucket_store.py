@@ -6,9 +6,7 @@ from collections.abc import Mapping, Set
 from datetime import datetime
 from pathlib import Path
 
-from trainer.core.config.schema import CheckpointSettings
-from trainer.core.config.stores import RECORD, Events, Held, Store, StoreWriter
-from trainer.core.distributed.owner import Owner
+from trainer.core.api import RECORD, CheckpointSettings, Events, Held, Owner, Store, StoreWriter
 from trainer.places.bucket import Bucket
 from trainer.places.fence import OF_LAUNCH, Fence
 from trainer.places.listing import newest_lease, read_listing

@@ -16,8 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.base.errors import CheckpointError, ConfigError, visible
-from trainer.core.config.stores import StoreError
-from trainer.core.distributed.owner import Owner
+from trainer.core.api import Owner, StoreError
 from trainer.places.bucket import LEASE, Bucket
 from trainer.places.listing import Listing, newest_lease, read_lease, read_listing
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from trainer import Observer
 from trainer.base.durable_files import replace_file
 from trainer.base.plain_files import read_json
-from trainer.core.record.trackers import Observer
 
 TRACKED_RUNS = "trackers.json"  # in the run directory: its runs in the services
 MOST_OF_TRACKED_RUNS = 2**16  # bytes of it

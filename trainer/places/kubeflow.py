@@ -8,7 +8,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from http.client import HTTPSConnection
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.base.errors import ConfigError, RunError, one_line
-from trainer.core.record.trackers import Say, Sink
+from trainer.core.api import Sink
 
 OF_TRAINJOB = {  # variables that Kubeflow sets, and the one that turns it off in transformers too
     "url": "KUBEFLOW_TRAINER_SERVER_URL",
@@ -31,7 +31,7 @@ MOST_METRICS = 200
 HEADER_CHARACTERS = re.compile(r"[\x21-\x7e]+")  # of a header
 
 
-def open_sink(address: str, say: Say) -> Sink | None:
+def open_sink(address: str, say: Callable[[str], None]) -> Sink | None:
     """Return the sink for a TrainJob, None where it is turned off."""
     is_off = os.environ.get(OF_TRAINJOB["off"], "").upper() == "TRUE"
     return None if is_off else Kubeflow(address, say)
@@ -54,7 +54,7 @@ class Kubeflow(Sink):
     read for each post; neither it nor an answer is ever shown.
     """
 
-    def __init__(self, address: str, say: Say):
+    def __init__(self, address: str, say: Callable[[str], None]):
         self._address = address
         self._say = say
         self._is_told = False

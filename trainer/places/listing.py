@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from trainer.core.config.stores import RECORD, NotThereError, StoreError
+from trainer.core.api import RECORD, NotThereError, StoreError
 from trainer.places.bucket import LEASE, Bucket
 
 _FENCE = re.compile(r"[0-9]{6,}")  # without digits of other scripts, which int() takes

@@ -17,12 +17,17 @@ from typing import Any
 
 from trainer.base.errors import CheckpointError, one_line
 from trainer.base.plain_files import MOST_OF_JSON
-from trainer.core.checkpoints import transaction
-from trainer.core.checkpoints.disk import FileContents
-from trainer.core.checkpoints.transaction import MANIFEST, read_manifest
-from trainer.core.config.saved_config import CONFIG
-from trainer.core.config.schema import CheckpointSettings
-from trainer.core.config.stores import RECORD, Events, Mirror, StoreError
+from trainer.core.api import (
+    CONFIG,
+    MANIFEST,
+    RECORD,
+    CheckpointFiles,
+    CheckpointSettings,
+    Events,
+    Mirror,
+    StoreError,
+    transaction,
+)
 from trainer.places.bucket import DeniedError
 from trainer.places.fence import ANNOUNCE_WAIT_S, Fence, FenceError
 from trainer.places.listing import Listing, folder_of, read_listing, step_of
@@ -79,7 +84,7 @@ class Mirrored:
         for step, folder in held.checkpoints().items():
             if self._is_whole(folder, held):
                 self._places[step] = folder
-                self._scores |= self._score(step, self._manifests[folder])
+                self._scores |= self._keep.score(step, self._manifests[folder])
         self._is_clean = self._find_clean(held)
         self._is_read = True
 
@@ -128,19 +133,12 @@ class Mirrored:
             self._may_remove = False
             self._tell(f"{error}; so old checkpoints stay there")
 
-    def _score(self, step: int, manifest: Mapping[str, Any]) -> dict[int, float]:
-        keep = self._keep
-        return transaction.score(step, manifest, keep.best_metric or "", keep.best_mode or "min")
-
-    def _kept(self, steps: Set[int], scores: dict[int, float]) -> Set[int | None]:
-        return transaction.kept([*steps], scores, self._keep.keep_last, self._keep.keep_best)
-
     def lacks(self, step: int, path: Path, also: Set[int | None]) -> bool:
         """Return True if a checkpoint is not there, and would be kept."""
         if step in self._places or step in self._unfit:
             return False
-        scores = {**self._scores, **self._score(step, read_manifest(path))}
-        return step in self._kept({*self._places, step}, scores) | also
+        scores = {**self._scores, **self._keep.score(step, CheckpointFiles.read(path).manifest)}
+        return step in self._keep.kept({*self._places, step}, scores) | also
 
     def put_record(self, directory: Path) -> None:
         """Write the files of the record that have changed."""
@@ -159,8 +157,9 @@ class Mirrored:
 
         Raises FenceError after another process has taken over, CheckpointError if it is gone.
         """
-        manifest = read_manifest(path)
-        if not self._is_fit(step, path, manifest):
+        checkpoint = CheckpointFiles.read(path)
+        manifest = checkpoint.manifest
+        if not self._is_fit(step, checkpoint):
             return
         text = (path / MANIFEST).read_bytes()
         folder = f"{self._fence.folder}/checkpoints/{path.name}"
@@ -174,16 +173,16 @@ class Mirrored:
         self._fence.check()  # before anything is removed: the next writer may not count this one
         self._manifests[folder] = manifest
         self._places[step] = folder
-        self._scores |= self._score(step, manifest)
+        self._scores |= self._keep.score(step, manifest)
 
-    def _is_fit(self, step: int, path: Path, manifest: Mapping[str, Any]) -> bool:
+    def _is_fit(self, step: int, checkpoint: CheckpointFiles) -> bool:
         """Return True if the files of a checkpoint have their digests; tell once if not: else a
         damaged disk would replace a good checkpoint there by a bad one."""
         if step not in self._verified:
             try:
-                FileContents(path, manifest["files"]).verify(manifest["files"])
+                checkpoint.files.verify(checkpoint.files)
             except CheckpointError as error:
-                if transaction.is_gone(path):
+                if transaction.is_gone(checkpoint.path):
                     raise
                 self._unfit.add(step)
                 self._tell(f"{error}; so step {step:,} is not copied to {self._bucket.address}")
@@ -201,7 +200,7 @@ class Mirrored:
         published = [s for s, folder in self._places.items() if folder.startswith(f"{own}/")]
         if not published or not self._may_remove:
             return
-        kept_steps = self._kept(self._places.keys(), self._scores) | also
+        kept_steps = self._keep.kept(self._places, self._scores) | also
         old = [s for s in self._places if s not in kept_steps and s < max(published)]
         if not old and self._is_clean:
             return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import ConfigError, RunError, counted, one_line
-from trainer.core.config.schema import LaunchSettings
+from trainer.core.api import LaunchSettings
 
 TESTED = "2.60.0"  # Ray's version in constraints.txt, and the one that the tests run
 ADDRESS = "RAY_ADDRESS"

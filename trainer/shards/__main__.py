@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from torch.utils.data import IterableDataset
 
+from trainer import load_config
 from trainer.base.errors import ConfigError, RunError, ServerError, counted
 from trainer.cli import (
     answer,
@@ -22,9 +23,7 @@ from trainer.cli import (
     split_arguments,
     take_words,
 )
-from trainer.core.config.compose import load_config
-from trainer.core.rng import seed_example
-from trainer.core.rng.philox import key_of
+from trainer.core.api import key_of, seed_example
 from trainer.shards.download import digest_file, download, read_whole
 from trainer.shards.formats import FORMATS
 from trainer.shards.formats.mds import MdsWriter, encoding_of

@@ -12,11 +12,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from trainer import World
 from trainer.base.errors import ConfigError, RunError, ServerError, ShardError, counted, one_line
-from trainer.core.data.order import EpochSampler
-from trainer.core.data.sampling import check_size
-from trainer.core.data.sampling.shard_order import LANES, WINDOW, ShardShuffle
-from trainer.core.distributed.world import World
+from trainer.core.api import EpochSampler, ShardShuffle
 from trainer.shards.cache import ShardCache, default_folder
 from trainer.shards.download import DOWNLOADS
 from trainer.shards.fetcher import Fetcher, open_fetcher
@@ -50,8 +48,8 @@ class ShardedDataset(Dataset):
         decode: Callable[[Any], Any] | None = None,
         shards: slice | None = None,
         index: str | os.PathLike[str] | None = None,
-        lanes: int = LANES,
-        window: int = WINDOW,
+        lanes: int = ShardShuffle.LANES,
+        window: int = ShardShuffle.WINDOW,
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | str = CACHE_BYTES,
         ahead_bytes: int | str = 2**31,
@@ -69,8 +67,7 @@ class ShardedDataset(Dataset):
         if decode is not None and not callable(decode):
             raise ConfigError(f"""decode={decode!r:.60}:
                 must be a function of an example, such as decode=to_tensors""")
-        for name, size in (("lanes", lanes), ("window", window)):
-            check_size(name, size)
+        ShardShuffle.check_sizes(lanes, window)
         folder = default_folder() if cache is None else Path(_address("cache", cache))
         self._source = open_source(_address("url", url))
         of_index = self._source if index is None else open_source(_address("index", index))

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from trainer.core.data.order import EpochSampler, split
-from trainer.core.data.sampling.shard_order import Need, ShardOrder, ShardShuffle
-from trainer.core.data.workers import context_of_workers, prepare_worker
-from trainer.core.distributed.world import World
+from trainer import World
+from trainer.core.api import EpochSampler, ShardShuffle, context_of_workers, prepare_worker
 from trainer.shards.cache import ShardCache
 from trainer.shards.download import DOWNLOADS
 
@@ -84,9 +82,7 @@ def open_fetcher(
     if world.local_rank or cache.is_in_place or not isinstance(sampling, ShardShuffle):
         return None
     batch = sampler.plan.global_batch
-    own = (sampler.pieces[0][0], sampler.pieces[-1][1])
-    of_node = split((0, batch), world.num_nodes, world.node_rank)
-    rows = (min(own[0], of_node[0]), max(own[1], of_node[1]))
+    rows = sampler.rows_of_node(world.num_nodes, world.node_rank)
     return Fetcher(sampling, cache, ahead_bytes, NodePart(sampler.seed, batch, rows))
 
 
@@ -114,7 +110,7 @@ class Ahead:
     most_bytes: int
     part: NodePart
     step: int = 0  # counted from the first of the run, as all steps here
-    wanted: Iterator[Need] = field(default_factory=lambda: iter(()))
+    wanted: Iterator[tuple[int, int, list[int]]] = field(default_factory=lambda: iter(()))
     next: list[tuple[int, int, int]] = field(default_factory=list)  # (step, end, shard)
     held: list[tuple[int, int]] = field(default_factory=list)  # heap of (end, bytes)
     held_bytes: int = 0
@@ -127,11 +123,9 @@ class Ahead:
     def steps_per_epoch(self) -> int:
         return self.sampling.size // self.part.global_batch
 
-    def order(self, epoch: int) -> ShardOrder:
-        return self.sampling.order(self.part.seed, epoch, self.part.global_batch)
-
     def _uses(self, epoch: int, shard: int) -> list[tuple[int, int]]:
-        return self.order(epoch).uses(shard, self.part.rows)
+        order = self.sampling.order(self.part.seed, epoch, self.part.global_batch)
+        return order.uses(shard, self.part.rows)
 
     def begin(self, step: int, until: int) -> None:
         with self.changed:
@@ -142,12 +136,13 @@ class Ahead:
             self.held_bytes = 0
             self.changed.notify_all()
 
-    def _needs(self, epoch: int, step: int, until: int) -> Iterator[Need]:
-        """Yield what is needed from now to the end of the run."""
+    def _needs(self, epoch: int, step: int, until: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield (step, end, shards) of what is needed from now to the end of the run."""
         while (begin := epoch * self.steps_per_epoch) < until:
-            for need in self.order(epoch).needs(self.part.rows, step):
+            order = self.sampling.order(self.part.seed, epoch, self.part.global_batch)
+            for need in order.needs(self.part.rows, step):
                 if begin + need.step < until:
-                    yield Need(begin + need.step, begin + need.end, need.shards)
+                    yield begin + need.step, begin + need.end, need.shards
             epoch, step = epoch + 1, 0
 
     def advance(self, step: int) -> None:
@@ -162,7 +157,8 @@ class Ahead:
         with self.changed:
             while True:
                 if not self.next and (need := next(self.wanted, None)):
-                    self.next = [(need.step, need.end, shard) for shard in need.shards]
+                    step, end, shards = need
+                    self.next = [(step, end, shard) for shard in shards]
                 if self.next:
                     step, end, shard = self.next[0]
                     size = self.cache.size(shard)

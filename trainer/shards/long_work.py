@@ -30,7 +30,7 @@ from trainer.base.errors import (
     visible,
 )
 from trainer.base.process.child import end_with_parent
-from trainer.core.distributed.signals import signal_to_stop
+from trainer.core.api import signal_to_stop
 
 PROGRESS_S = 2.0  # until the first line, then twice as long each time
 MOST_BETWEEN_S = 60.0

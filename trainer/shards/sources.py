@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from trainer.base.errors import ConfigError, RunError, ServerError, one_line
 from trainer.base.process.table import kernel_state
-from trainer.core.distributed.signals import signal_to_stop
+from trainer.core.api import signal_to_stop
 from trainer.shards.long_work import watched
 
 STOP_PATIENCE_S = 3.0  # after a request to stop: what takes less time ends in order

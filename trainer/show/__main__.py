@@ -12,9 +12,7 @@ from trainer.base.errors import CheckpointError, ConfigError, visible
 from trainer.base.process import invocation
 from trainer.base.process.streams import print_table
 from trainer.cli import JSON, answer, local, run, single, split_arguments, take_words
-from trainer.core.config.copies import address_of
-from trainer.core.config.rules import check_path
-from trainer.core.config.saved_config import CONFIG
+from trainer.core.api import CONFIG, address_of, check_path
 
 HELP = """usage: python -m trainer.show RUN [out=FILE.html] [--long] [--config-dir DIR]
        python -m trainer.show RUN RUN [...] [out=FILE.html] [out=FILE.csv]
@@ -74,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     for out in outs:
         if out.suffix != ".html":
             raise ConfigError(f"out={out}: must end with .html; several runs have .csv too")
-    from trainer.core.checkpoints.transaction import MANIFEST
+    from trainer.core.api import MANIFEST
 
     if (directory / MANIFEST).is_file() or not (directory / CONFIG).is_file():
         if outs:
@@ -134,7 +132,7 @@ def _read_checkpoints(directory: Path, is_long: bool = False) -> list[dict[str, 
 
     Their bytes are compared with the manifest if that takes no longer than a minute, or `is_long`.
     """
-    from trainer.core.checkpoints import transaction as checkpoint
+    from trainer.core.api import transaction as checkpoint
 
     is_one = (directory / checkpoint.MANIFEST).is_file()
     paths = [directory] if is_one else list(checkpoint.steps(directory / "checkpoints").values())
@@ -149,7 +147,7 @@ def _read_checkpoints(directory: Path, is_long: bool = False) -> list[dict[str, 
 
 def _examine(path: Path, is_read: bool) -> dict[str, Any]:
     """Return what is known of a checkpoint; nothing if its run has just removed it."""
-    from trainer.core.checkpoints import transaction as checkpoint
+    from trainer.core.api import transaction as checkpoint
 
     try:
         read = checkpoint.load if is_read else checkpoint.CheckpointFiles.read

@@ -6,6 +6,8 @@ store. The audit recomputes the chain from the seed and the size of the data.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,14 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.base.errors import CheckpointError, ConfigError, counted, visible
-from trainer.base.plain_files import read_file
-from trainer.core.checkpoints import run_directory as rundir
-from trainer.core.checkpoints import transaction as checkpoint
-from trainer.core.checkpoints.transaction import Manifest
-from trainer.core.data.ledger import digests, extend
-from trainer.core.data.sampling import Sampling, Shuffle, mixture
-from trainer.core.engine.training_state import OF_MODEL
+from trainer.base.errors import ConfigError, counted, visible
+from trainer.core.api import OF_MODEL, Manifest, Sampling, chains_of, read_sampling
+from trainer.core.api import run_directory as rundir
+from trainer.core.api import transaction as checkpoint
 
 LONG = "--long"
 MOST_EXAMPLES = 2**28  # computed without --long, 5 million a second (1 core, torch 2.13)
@@ -54,7 +52,7 @@ def audit(directory: Path, is_long: bool = False) -> Audit:
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
     Manifest.of_run(manifest, directory)
-    sampling = _read_sampling(manifest, directory)
+    sampling = read_sampling(directory, manifest["data"]["train"])
     if not is_long:
         _check_length(manifest, directory)
     chains = {**_read_chains(directory), manifest["step"]: manifest["ledger"]}
@@ -83,19 +81,6 @@ def _check_length(manifest: Mapping[str, Any], directory: Path) -> None:
             examples take long to compute; give {LONG}: python -m trainer.show RUN {LONG}""")
 
 
-def _read_sampling(manifest: Mapping[str, Any], directory: Path) -> Sampling:
-    facts = manifest["data"]["train"]
-    if not facts.get("sampling"):
-        return Shuffle(facts["length"])
-    path = directory / mixture.NAME
-    try:
-        data = read_file(path, mixture.MOST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"""{path}: {error.strerror}: it has the order of the examples;
-            restore it""") from None
-    return mixture.from_bytes(data, facts["sampling"], str(path))
-
-
 def expected(
     sampling: Sampling,
     seed: int,
@@ -122,10 +107,9 @@ def expected(
                 positions = torch.searchsorted(unread, indices).clamp_(max=len(unread) - 1)
                 indices = torch.where(unread[positions] == indices, taken[positions], indices)
             rows = indices.view(end - first, -1)
-            for row, digest in enumerate(digests(rows).tolist()):
-                step = begin + first + row
-                chain = extend(chain, step, digest)
-                yield step + 1, chain, rows[row]
+            chains = chains_of(chain, begin + first, rows)
+            for step, (chain, row) in enumerate(zip(chains, rows, strict=True), begin + first):
+                yield step + 1, chain, row
 
 
 def _epochs(size: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
@@ -190,11 +174,7 @@ def _count_by_epoch(
 
 def _read_chains(directory: Path) -> dict[int, str]:
     """Return the chain at each save, from metrics.jsonl."""
-    return {
-        entry["step"]: entry["ledger"]
-        for _, entry in rundir.read_entries(directory / rundir.METRICS)
-        if "ledger" in entry
-    }
+    return {step: value for step, name, value in rundir.read_values(directory) if name == "ledger"}
 
 
 def _compare(manifest: dict[str, Any], sampling: Sampling, chains: dict[int, str]) -> Agreement:
@@ -247,7 +227,8 @@ def _name_frozen(frozen: Mapping[str, Any]) -> list[str]:
     if not shapes:
         return []
     elements = sum(map(math.prod, shapes))
-    held = f"its digests of them are {checkpoint.digest(frozen)[:16]}"
+    digest = hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
+    held = f"its digests of them are {digest[:16]}"
     named = f"{counted(len(shapes), 'tensor')} of {elements:,} elements"
     return [f"{named} did not train and are not in the checkpoint: build_model makes them; {held}"]
 

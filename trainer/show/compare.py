@@ -11,7 +11,7 @@ from trainer.base.errors import ConfigError, visible
 from trainer.base.plain_files import read_lines
 from trainer.base.process.streams import print_table
 from trainer.cli import answer
-from trainer.core.config.saved_config import CONFIG
+from trainer.core.api import CONFIG
 from trainer.pages import write_out
 from trainer.pages.charts import Cell
 from trainer.show.differences import SAME_BITS

@@ -13,9 +13,7 @@ from trainer.base.codec import digest, name_of
 from trainer.base.errors import STOPPED, CheckpointError, counted, shortened
 from trainer.base.same import RUNS, TINY, relative
 from trainer.base.same.distance import squares
-from trainer.core.checkpoints.transaction import is_gone
-from trainer.core.config.schema import LAYOUT
-from trainer.core.strategy.ddp import COMPRESSING
+from trainer.core.api import COMPRESSING, LAYOUT, is_gone
 from trainer.pages.charts import SPEED
 from trainer.show.run_reading import PLACE_SETTINGS, Curve, RunFiles
 

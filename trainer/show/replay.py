@@ -11,20 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer import Config
 from trainer.base.errors import STOPPED, CheckpointError, ConfigError, counted, visible
 from trainer.base.process.streams import HidingStream
 from trainer.cli import answer, load_task, run_directory, take_words
-from trainer.core.checkpoints import transaction
-from trainer.core.checkpoints.resume import FIXED
-from trainer.core.checkpoints.run_directory import read_values
-from trainer.core.checkpoints.transaction import MANIFEST, Manifest
-from trainer.core.config.compose import load_run_config
-from trainer.core.config.schema import Config, MeshSizes
-from trainer.core.data.order import BatchPlan
-from trainer.core.loop.diagnosis import Example, examine
-from trainer.core.strategy import find_strategy
-from trainer.core.strategy.modules.batchnorm import has_batchnorm
-from trainer.core.trainer import active_run
+from trainer.core.api import (
+    FIXED,
+    MANIFEST,
+    BatchPlan,
+    Example,
+    Manifest,
+    MeshSizes,
+    examine_step,
+    find_strategy,
+    load_run_config,
+    read_values,
+    transaction,
+)
 from trainer.show.run_reading import mesh_of
 
 EXAMPLES_SHOWN = 5
@@ -146,8 +149,7 @@ def _stopping_at(base: type, step: int) -> Any:
 
         def train_step(self, batch: Any) -> Any:
             if self.step == step - 1:
-                examples = examine(active_run(self).engine, self, batch)
-                raise EndOfReplay(examples, has_batchnorm(self.model))
+                raise EndOfReplay(*examine_step(self, batch))
             return super().train_step(batch)
 
     return Replay

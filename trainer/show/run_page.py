@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.base.errors import STOPPED, ConfigError, counted
-from trainer.core.config.schema import LAYOUT
-from trainer.core.record.startup import picture
+from trainer.core.api import LAYOUT, picture
 from trainer.pages import MOST_CHARTS, Card, Page, Row, Section, Status
 from trainer.pages.charts import (
     SPEED,
@@ -269,9 +268,9 @@ def _split_settings(
 
 def _read_defaults(task: str, config_dirs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a task without changes; without its file, Lockstep's own."""
+    from trainer import load_config
     from trainer.base.folders import CONF
-    from trainer.core.config.compose import load_config
-    from trainer.core.task import Task
+    from trainer.core.api import Task
 
     # in a checkout that folder is Lockstep's own, and a task's file must not be given twice
     is_theirs = Path("conf").resolve() != CONF.resolve()

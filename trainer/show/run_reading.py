@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import CheckpointError, ConfigError, one_line
-from trainer.core.checkpoints import run_directory as rundir
-from trainer.core.checkpoints import transaction
-from trainer.core.checkpoints.transaction import Manifest
-from trainer.core.config.copies import address_of
-from trainer.core.config.saved_config import CONFIG, read_config
-from trainer.core.config.schema import MeshSizes, flatten
-from trainer.core.config.typed import build, convert
-from trainer.core.data import ledger
-from trainer.core.distributed.world import World
-from trainer.core.record.trackers import SAMPLES
-from trainer.core.strategy.mesh_sizes import AXES, Mesh
+from trainer.core.api import (
+    CONFIG,
+    SAMPLES,
+    Manifest,
+    Mesh,
+    address_of,
+    convert,
+    ledger,
+    read_settings,
+    transaction,
+)
+from trainer.core.api import run_directory as rundir
 
 EPOCH = "epoch"  # the curve of progress
 LEDGER = "ledger"
@@ -183,7 +184,7 @@ class RunFiles:
 
         Raises CheckpointError.
         """
-        from trainer.core.checkpoints.reading import open_content
+        from trainer.core.api import open_content
 
         loaded = transaction.load(self.checkpoints[step])
         content = open_content(loaded)
@@ -204,7 +205,7 @@ class RunFiles:
 def _read_settings(path: Path) -> dict[str, Any]:
     """Return the settings by full name. Raises ConfigError unless a run has written them."""
     try:
-        settings = flatten(read_config(path))
+        settings = read_settings(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; make it readable") from None
     except ValueError as error:
@@ -217,11 +218,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def mesh_of(manifest: Manifest) -> Mesh:
-    """Return the mesh of a run's last layout, as its rank 0 saw it, as if on one machine."""
-    saved = {axis: manifest.config.get(f"strategy.mesh.{axis}") for axis in AXES}
-    sizes = build(MeshSizes, saved, "strategy.mesh.")
-    size = manifest.world_size
-    return Mesh.of(sizes, World(world_size=size, local_world_size=size))
+    """Return the mesh of a run's last layout, as its rank 0 saw it."""
+    return Mesh.of_saved(manifest.config, manifest.world_size)
 
 
 def read_runs(directories: list[str]) -> list[RunFiles]:

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trainer.base.errors import counted
-from trainer.core.config.schema import LAYOUT
+from trainer.core.api import LAYOUT
 from trainer.pages import MOST_CHARTS, Page, Section, Status
 from trainer.pages.charts import (
     MOST_CURVES,

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.base.process.streams import MutedStream
+from trainer.base.python_code import names_in
 from trainer.core.data.batches import LocalBatch
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
@@ -43,7 +44,6 @@ from trainer.core.state import (
     keep_tensors,
     sandbox,
 )
-from trainer.core.state.outside import names_in
 from trainer.core.strategy.modules.batchnorm import batchnorm_in_evaluation
 from trainer.startup_checks.counters import Snapshot, find_different, take_snapshot
 from trainer.startup_checks.mismatch import are_sums_equal, compare

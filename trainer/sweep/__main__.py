@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer import Config, load_config
 from trainer.base.errors import ConfigError
 from trainer.cli import (
     HYDRA_FLAGS,
@@ -21,10 +22,7 @@ from trainer.cli import (
     run,
     split_arguments,
 )
-from trainer.core.checkpoints.run_directory import check_free
-from trainer.core.config.compose import SWEPT, answer, load_config, parse
-from trainer.core.config.schema import Config
-from trainer.core.distributed.launchers import MASTER, Launcher
+from trainer.core.api import Launcher, Lease, answer, parse
 from trainer.sweep.jobs import (
     MOST_JOBS,
     TOO_MANY_JOBS,
@@ -41,7 +39,7 @@ from trainer.sweep.study import SWEEPER, search
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep."""
     choices = []
-    for override in parse(overrides, SWEPT):
+    for override in parse(overrides, "choices"):
         values = []
         if override.is_sweep_override():
             key = override.get_key_element()
@@ -66,7 +64,7 @@ def run_combinations(
     """
     _check_names(configs)
     name = _name(combinations, configs)
-    check_free(Path(configs[0].run.dir) / "sweeps" / name)
+    Lease.check_free(Path(configs[0].run.dir) / "sweeps" / name)
     words = [word for combination in combinations for word in combination]
     jobs = []
     for job_number, (overrides, config) in enumerate(zip(combinations, configs, strict=True), 1):
@@ -118,25 +116,25 @@ def _name(combinations: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 def _check_jobs(jobs: Sequence[Job], configs: Sequence[Config], is_here: bool) -> None:
     """Run the early checks of every job. The number of ranks on a cluster is not known here."""
-    from trainer.core.setup.early_checks import check_training, try_optimizer
+    from trainer.core.api import check_job
 
-    tasks = [_as_rank_0(job, config) for job, config in zip(jobs, configs, strict=True)]
-    for task in tasks if is_here else ():
-        check_training(task.config, task.world)
-    for task in tasks:
-        try_optimizer(task.config)
+    for job, config in zip(jobs, configs, strict=True):
+        task = _as_rank_0(job, config)
+        check_job(task.config, task.world, is_here)
 
 
 def _as_rank_0(job: Job, config: Config) -> Any:
     """Return the Trainer of a job, as its rank 0 will build it."""
     # imported late, with torch, so that errors of load_task are reported first
     task = load_task(config)
-    from trainer.core.distributed.world import World, count_ranks
+    from trainer import World
+    from trainer.core.api import count_ranks
 
     ranks = 1
     if config.launch.name != "inline":
         ranks = count_ranks(config.launch.nproc_per_node or "auto")
-    launcher = Launcher(config.launch.name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
+    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    launcher = Launcher(config.launch.name, master)
     name = Path(job.directory).name
     run = replace(config.run, name=name, resume=config.run.resume or "auto")
     world = World(world_size=ranks, local_world_size=ranks, launcher=launcher)

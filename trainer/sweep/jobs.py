@@ -22,16 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer import Config
+from trainer.base.durable_files import replace_file
 from trainer.base.errors import STOPPED, ConfigError, RunError, one_line, shortened, visible
 from trainer.base.plain_files import read_json
 from trainer.base.process import child, invocation
 from trainer.base.process.streams import print_table
-from trainer.core.checkpoints import run_directory as rundir
-from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.config.schema import Config, LaunchSettings
-from trainer.core.config.typed import build
-from trainer.core.distributed.signals import SIGNALS
-from trainer.core.distributed.threads import NAME as OMP_NUM_THREADS
+from trainer.base.process.table import THREADS
+from trainer.core.api import SIGNALS, LaunchSettings, Lease, build
+from trainer.core.api import run_directory as rundir
 
 MOST_JOBS = 2_000
 TOO_MANY_JOBS = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
@@ -312,7 +311,7 @@ class Sweep:
     def record(self) -> None:
         """Write sweep.json and results.csv."""
         jobs = json.dumps([asdict(job) for job in self.jobs], indent=1)
-        rundir.replace_file(self.place / "sweep.json", jobs + "\n")
+        replace_file(self.place / "sweep.json", jobs + "\n")
         names = sorted({name for job in self.jobs for name in job.metrics})
         keys = list(self.jobs[0].swept)
         staged = self.place / ".results.csv.new"
@@ -393,12 +392,12 @@ def _divide_machine(slot: int, launch: LaunchSettings) -> dict[str, str]:
     if num_slots == 1 or launch.name == "ray":  # its ranks run where Ray has room
         return {}
     from trainer.base.process.table import usable_cores
-    from trainer.core.distributed.world import count_ranks
+    from trainer.core.api import count_ranks
 
     told = {}
-    if not os.environ.get(OMP_NUM_THREADS, "").strip():
+    if not os.environ.get(THREADS, "").strip():
         ranks = 1 if launch.name == "inline" else count_ranks(launch.nproc_per_node or "auto")
-        told[OMP_NUM_THREADS] = str(max(1, usable_cores() // (num_slots * ranks)))
+        told[THREADS] = str(max(1, usable_cores() // (num_slots * ranks)))
     devices = _list_visible_gpus()
     each = len(devices) // num_slots
     if devices:  # with more jobs than GPUs, several share one
@@ -412,7 +411,7 @@ def _list_visible_gpus() -> list[str]:
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None:
         return [word for word in visible_devices.split(",") if word.strip()]
-    from trainer.core.distributed import accelerator
+    from trainer.core.api import accelerator
 
     return [str(device) for device in range(accelerator.count())]
 

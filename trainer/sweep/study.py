@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from trainer import limit, load_config
 from trainer.base.errors import ConfigError, one_line, visible
 from trainer.base.plain_files import MOST_OF_YAML, parse_yaml, read_of_user
-from trainer.core.checkpoints.run_directory import check_free
-from trainer.core.config.compose import SEARCHED, load_config, parse
-from trainer.core.config.typed import build, limit
+from trainer.core.api import Lease, build, parse
 from trainer.sweep.jobs import MOST_JOBS, TOO_MANY_JOBS, Job, Sweep
 
 SWEEPER = "hydra/sweeper=optuna"
@@ -47,7 +46,7 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
     `optim.lr=interval(0.01,0.1)`. Raises ConfigError for invalid settings.
     """
     _check_files(config_dirs)
-    parsed = parse(overrides, SEARCHED)
+    parsed = parse(overrides, "spaces")
     config = load_config([o.input_line for o in parsed if not o.is_sweep_override()], config_dirs)
     settings = read_settings(steering, config.best_mode)
     space = read_space([override for override in parsed if override.is_sweep_override()])
@@ -131,7 +130,7 @@ def _check_place(folder: Path, settings: Settings) -> None:
     if (folder / _OLD_FILE).exists() or (has_sweep and not is_new):
         advice = "give run.name=<new>, or remove the directory, which holds no runs"
         raise ConfigError(f"{folder}: is a sweep without a study, or one of {_OLD}; {advice}")
-    check_free(folder)
+    Lease.check_free(folder)
 
 
 MOST_NUMBERS = 100_000  # of a range of floats: Hydra computes each

@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainer import Config, World
 from trainer.base.errors import ConfigError, visible
 from trainer.base.new_files import check_name
+from trainer.base.plain_files import strict
 from trainer.cli import (
     answer,
     check_alone,
@@ -20,11 +22,7 @@ from trainer.cli import (
     split_arguments,
     take_words,
 )
-from trainer.core.config.compose import load_run_config
-from trainer.core.config.schema import Config, MeshSizes
-from trainer.core.distributed.world import World
-from trainer.core.setup.early_checks import check_layout
-from trainer.core.strategy import find_devices
+from trainer.core.api import MeshSizes, fits_here, load_run_config
 
 HELP = """usage: python -m trainer.use RUN [split=test] [key=value ...] [--config-dir DIR]
        python -m trainer.use RUN out=FILE [--stored] [split=test] [key=value ...]
@@ -131,8 +129,6 @@ def _evaluate(config: Config) -> int:
     if not metrics:
         raise ConfigError(f"""task={config.task.name}: has no evaluation data;
             return a dataset from build_dataset({config.eval.splits[0]!r})""")
-    from trainer.core.checkpoints.run_directory import strict
-
     facts = {"step": task.step, **strict(metrics)}
     if task.world.rank:
         return 0
@@ -164,11 +160,8 @@ def _write_stored(directory: str, out: Path) -> int:
 
 def for_these_ranks(config: Config) -> Config:
     """Return the settings of a run to evaluate: its strategy, or ddp if that needs other ranks."""
-    world = World.from_environment()
     block = config.strategy
-    try:
-        check_layout(config, world.with_devices(find_devices(block, world)))
-    except ConfigError:
+    if not fits_here(config, World.from_environment()):
         mesh = MeshSizes.of_copies()
         block = replace(block, name="ddp", mesh=mesh, sequence=False, devices_per_rank=1)
         config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))

@@ -19,17 +19,14 @@ from typing import Any
 import numpy
 import torch
 
+from trainer import Config
 from trainer.base.errors import CheckpointError, ConfigError, RunError, one_line
 from trainer.base.new_files import check_new
 from trainer.base.same import CLOSE
 from trainer.base.same.distance import apart
 from trainer.cli import answer, check_alone, load_task
-from trainer.core.checkpoints import transaction as checkpoint
-from trainer.core.checkpoints.reading import open_content
-from trainer.core.checkpoints.tensor_files import write_tensors
-from trainer.core.config.schema import Config
-from trainer.core.engine.training_state import OF_MODEL
-from trainer.core.engine.values import first_rows
+from trainer.core.api import OF_MODEL, first_rows, open_content, write_tensors
+from trainer.core.api import transaction as checkpoint
 from trainer.hf.staged_folder import open_scratch, why_full
 from trainer.hf.trained_model import EXPORT_ROWS, on_one_process
 from trainer.use.model import (

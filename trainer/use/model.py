@@ -18,14 +18,11 @@ from torch.utils._pytree import (
 )
 
 import trainer
+from trainer import Trainer
 from trainer.base.codec import name_of
 from trainer.base.errors import ConfigError, RunError, visible
-from trainer.core.checkpoints.tensor_files import write_tensors
-from trainer.core.engine.values import first_rows
-from trainer.core.hook_calls import call
-from trainer.core.state.outside import names_in
-from trainer.core.task import Task
-from trainer.core.trainer import Trainer
+from trainer.base.python_code import names_in
+from trainer.core.api import Task, call, first_rows, write_tensors
 from trainer.hf.trained_model import take_trained
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from trainer import Config
 from trainer.base.errors import ConfigError, RunError, counted
 from trainer.base.new_files import check_new
 from trainer.base.process.child import interrupted_by_sigterm
 from trainer.cli import answer, load_task
-from trainer.core.config.schema import Config
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -29,8 +29,7 @@ def predict(config: Config, out: Path) -> int:
     task = load_task(config)(config)
     _find_writer(out)
     check_new(f"out={out}", out)
-    from trainer.core.engine.evaluation import Evaluator
-    from trainer.core.loop.training import examine
+    from trainer.core.api import Evaluator, examine
 
     predictions = examine(task, Evaluator.predict)
     if task.world.rank:

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from harness import stored
+from harness.training import keep_rules
 
 from trainer.base.durable_files import replace_file
 from trainer.base.errors import CheckpointError, RunError
@@ -501,7 +502,7 @@ def test_value_that_could_not_be_loaded_is_not_saved(value, tmp_path):
 def kept(root: Path, keep_last: int, keep_best: int, mode: str) -> list[int]:
     for step, metric in enumerate([3.0, 1.0, float("nan"), 2.0, None, 5.0, 4.0], 1):
         save(root, step, metric)
-    checkpoint.prune(root, keep_last, keep_best, "eval/loss", mode, set())
+    checkpoint.prune(root, keep_rules(keep_last, keep_best, mode), set())
     assert len(names(root)) == len(checkpoint.steps(root))
     return list(checkpoint.steps(root))
 
@@ -529,9 +530,9 @@ def test_checkpoint_without_a_readable_manifest_replaces_none(tmp_path):
         save(tmp_path, step, metric=step)
     for damaged in (1, 4):
         (tmp_path / f"step-{damaged:08d}" / "manifest.json").write_text("{")
-    checkpoint.prune(tmp_path, 1, 1, "eval/loss", "min", set())
+    checkpoint.prune(tmp_path, keep_rules(1, 1), set())
     assert list(checkpoint.steps(tmp_path)) == [1, 2, 3, 4]
-    checkpoint.prune(tmp_path, 1, 0, "eval/loss", "min", set())
+    checkpoint.prune(tmp_path, keep_rules(1, 0), set())
     assert list(checkpoint.steps(tmp_path)) == [1, 3, 4]
 
 

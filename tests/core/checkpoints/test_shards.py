@@ -6,14 +6,13 @@ import json
 import math
 import os
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import safetensors
 import torch
 import torch.distributed as dist
 from harness import CONF, on_ranks, stored
+from harness.training import keep_rules
 from harness.verbs import use_verb
 from safetensors.torch import load_file
 
@@ -469,8 +468,7 @@ def test_export_that_cannot_be_written_is_one_line_and_leaves_no_file(
 
 
 def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
-    keep: Any = SimpleNamespace(keep_last=9, keep_best=0, best_mode="min")
-    vars(keep).update(best_metric="eval/loss", on_error="stop")
+    keep = keep_rules(9, 0)
     mail = Mail(dist.HashStore(), 0, [0, 1], limit_s=0.1)
     disk = Disk(tmp_path, keep, print)
     saver = DiskSaver(

@@ -4,14 +4,15 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.stored import content_of
+from harness.training import keep_rules
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.core.checkpoints import transaction as checkpoint
@@ -26,14 +27,7 @@ from trainer.core.record.trackers.tensorboard import TensorBoard
 from trainer.core.strategy.tensor_shards import Shard
 
 LOG = LogSettings("short", 1, ["tensorboard"], [], False, 0, None, None)
-KEEP: Any = SimpleNamespace(
-    keep_last=1,
-    keep_best=0,
-    best_mode="min",
-    best_metric="eval/loss",
-    background=False,
-    on_error="stop",
-)
+KEEP = replace(keep_rules(1, 0), background=False)
 
 
 def open_record(

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+THREADS = "OMP_NUM_THREADS"
 # The system call tgkill, which the C library of older Linux distributions does not offer.
 TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.base.durable_files import replace_file
 from trainer.base.errors import CheckpointError, ConfigError, RunError
 from trainer.core.checkpoints import run_directory, transaction
-from trainer.core.checkpoints.run_directory import WRITER, Lease, check_free, last_facts, read_facts
+from trainer.core.checkpoints.run_directory import WRITER, Lease, last_facts, read_facts
 from trainer.core.config import stores
 from trainer.core.config.copies import address_of, copy_of
 from trainer.core.config.saved_config import CONFIG, format_config
@@ -119,7 +119,7 @@ def _locate(config: Config, launcher: Launcher) -> Origin:
     run_directory.check_writable(origin.directory or base_of(config))
     if origin.directory is not None:
         run_directory.check_plain(origin.directory)
-        check_free(origin.directory)
+        Lease.check_free(origin.directory)
     _check_same_run(config, origin)
     return replace(origin, launch=identify(config, launcher))
 
@@ -151,7 +151,7 @@ def _step_of(checkpoint: Path) -> int:
 
 def _check_unused(config: Config, named: Path | None) -> Path | None:
     if named is not None and named.exists() and not _is_empty_folder(named):
-        check_free(named)
+        Lease.check_free(named)
         raise ConfigError(_is_taken(config, named))
     return named
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import os
 import stat
 import struct
@@ -19,7 +18,7 @@ from typing import Any
 
 from trainer.base.durable_files import replace_file
 from trainer.base.errors import CheckpointError, ConfigError
-from trainer.base.plain_files import parse_json, read_file, read_json, read_lines
+from trainer.base.plain_files import parse_json, read_file, read_json, read_lines, strict
 from trainer.core.config.saved_config import CONFIG
 from trainer.core.distributed.owner import Owner
 
@@ -137,15 +136,6 @@ def read_run(directory: str | Path) -> dict[str, list[Any]]:
     steps = sorted({step for curve in curves.values() for step in curve})
     table: dict[str, list[Any]] = {"step": [*steps]}
     return table | {name: [curve.get(step) for step in steps] for name, curve in curves.items()}
-
-
-def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that JSON does not have by None, in nested mappings too."""
-    plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-    for key, value in plain.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            plain[key] = None
-    return plain
 
 
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
@@ -297,6 +287,13 @@ class Lease:
         if _held.pop(self._identity, None) is not None:  # None in a forked child
             os.close(self._descriptor)
 
+    @staticmethod
+    def check_free(directory: Path) -> None:
+        """Raise ConfigError if a process is writing there; keep no lock."""
+        path = directory / WRITER
+        if path.is_file() and not path.is_symlink():
+            os.close(_lock(path))
+
     def _line(self, why: str) -> str:
         return f"{self.path.parent}: {why}; nothing was published"
 
@@ -327,13 +324,6 @@ def last_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of the last writer; empty if it was this process."""
     facts = read_facts(directory)
     return {} if Owner.of(facts).is_this_process else facts
-
-
-def check_free(directory: Path) -> None:
-    """Raise ConfigError if a process is writing there; keep no lock."""
-    path = directory / WRITER
-    if path.is_file() and not path.is_symlink():
-        os.close(_lock(path))
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

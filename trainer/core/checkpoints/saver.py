@@ -280,13 +280,10 @@ class DiskSaver(PartSaver):
 
     def _prune(self, also: Set[int | None]) -> None:
         """Remove older checkpoints; one that cannot be removed is no reason to end the run."""
-        keep = self._keep
         if self._mirror is not None:
             also = also | self._mirror.held
-        counts = (keep.keep_last, keep.keep_best)
-        metric = (keep.best_metric or "", keep.best_mode or "min")
         try:
-            transaction.prune(self.root, *counts, *metric, also, self._check_owner)
+            transaction.prune(self.root, self._keep, also, self._check_owner)
         except OSError as error:
             self._disk.bear(error, REMOVING)
         else:

@@ -28,6 +28,7 @@ from trainer.base.errors import CheckpointError, ConfigError
 from trainer.base.plain_files import MOST_OF_JSON, parse_json, read_file
 from trainer.core.checkpoints.disk import FileContents
 from trainer.core.config.saved_config import MANIFEST
+from trainer.core.config.schema import CheckpointSettings
 from trainer.core.config.typed import build, convert, limit
 
 CHECKPOINT_FORMAT = 4
@@ -327,45 +328,26 @@ def set_aside(path: Path) -> Path:
 
 def prune(
     root: Path,
-    keep_last: int,
-    keep_best: int,
-    metric: str,
-    mode: str,
+    settings: CheckpointSettings,
     also: Set[int | None],
     check_owner: Callable[[], None] = lambda: None,
 ) -> None:
-    """Remove all but the newest `keep_last`, the best `keep_best` by `metric`, and `also`.
+    """Remove all but those that the settings keep, and `also`.
 
     Only checkpoints with a readable manifest are counted and removed: a damaged one never takes
     the place of a good one.
     """
     paths: dict[int, Path] = {}
-    metrics: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for step, path in steps(root).items():
         try:
-            metrics |= score(step, read_manifest(path), metric, mode)
+            scores |= settings.score(step, read_manifest(path))
         except CheckpointError:
             continue
         paths[step] = path
-    keep = kept(list(paths), metrics, keep_last, keep_best) | also
+    keep = settings.kept(paths, scores) | also
     check_owner()
     _discard([path for step, path in paths.items() if step not in keep])
-
-
-def score(step: int, manifest: Mapping[str, Any], metric: str, mode: str) -> dict[int, float]:
-    """Return the metric of a step, the smaller the better; nothing for a step without one."""
-    value = manifest.get("metrics", {}).get(metric)
-    if not isinstance(value, (int, float)) or value != value:
-        return {}
-    return {step: value if mode == "min" else -value}
-
-
-def kept(
-    steps: Sequence[int], scores: Mapping[int, float], keep_last: int, keep_best: int
-) -> Set[int | None]:
-    """Return the steps to keep, of those with a checkpoint: the newest and the best."""
-    best = sorted(scores, key=lambda step: (scores[step], step))[:keep_best]
-    return {*sorted(steps)[-keep_last:], *best}
 
 
 def sweep(root: Path) -> None:

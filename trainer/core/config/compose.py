@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -42,8 +42,8 @@ from trainer.core.config.working_folder import check_saved, find_options
 # Where ranks meet belongs to the start: a saved address may be another machine's.
 MEETING = {"dist.init": "env", "dist.address": None, "dist.path": None}
 # Kinds of Hydra sweep overrides that `-m` accepts. glob(*) is not among them.
-SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
-SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
+_CHOICES = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
+SWEEPS = {"none": (), "choices": _CHOICES, "spaces": (*_CHOICES, "INTERVAL_SWEEP")}
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a string of an override
 MOST_WORDS = 2_000  # of an override: 2 s, and four times as long for twice as many
 # OmegaConf resolvers that read nothing but the configuration.
@@ -257,8 +257,10 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
         BaseContainer._resolvers = resolvers
 
 
-def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
-    """Return Hydra's Override objects. `sweeps` are the allowed kinds of sweep overrides.
+def parse(
+    overrides: Sequence[str], sweeps: Literal["none", "choices", "spaces"] = "none"
+) -> list[Any]:
+    """Return Hydra's Override objects. `sweeps`: whether one may have several values, or a space.
 
     Raises ConfigError for a word that is not `key=value`.
     """
@@ -281,7 +283,7 @@ def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
         advice = f'cannot be read as key=value; quote special characters: "{quoted}"'
         with _explained(line=f"{text}: {advice}"):
             override: Any = parser.parse_override(text)
-        if override.is_sweep_override() and override.value_type.name not in sweeps:
+        if override.is_sweep_override() and override.value_type.name not in SWEEPS[sweeps]:
             advice = "several values (a,b or range(1,4)) need sweep; write a list as [a,b]"
             raise ConfigError(f"{text}: {advice}")
         parsed.append(override)

@@ -21,7 +21,6 @@ from trainer.base.errors import ConfigError
 from trainer.base.plain_files import open_regular
 from trainer.core.config.saved_config import MANIFEST
 from trainer.core.config.stores import (
-    SMALL,
     Held,
     NotThereError,
     Store,
@@ -112,7 +111,7 @@ def _is_free(held: Path) -> bool:
 
 def _copy_run(store: Store, held: Held, folder: Path, has_checkpoints: bool) -> None:
     for name, (there, size) in held.record.items():
-        if size <= SMALL:
+        if size <= store.SMALL:
             (folder / name).write_bytes(store.get(there))
         else:  # metrics.jsonl grows, but what is there does not change
             store.download(there, folder / name, sys.maxsize)

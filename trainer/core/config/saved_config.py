@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.errors import ConfigError, one_line
 from trainer.base.plain_files import MOST_CONFIG_VALUES, parse_json, read_json
+from trainer.core.config.schema import flatten
 
 CONFIG = "config.json"
 MANIFEST = "manifest.json"  # of a checkpoint
@@ -53,6 +54,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"it has more than {MOST_CONFIG_VALUES:,} values")
     raw = _unpair(raw)
     return raw if isinstance(raw, dict) else {}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a config.json by full name. Raises as `read_config`."""
+    return flatten(read_config(path))
 
 
 def _count_values(value: Any) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,6 +104,11 @@ class StrategySettings:
     sequence: bool
     recompute: Literal["none", "blocks"] | list[str]
 
+    @property
+    def weights(self) -> str:
+        """The precision of the weights: that of `precision` if it stores them in one of its own."""
+        return self.precision if self.precision in ("fp64", "bf16", "fp16") else "fp32"
+
 
 @dataclass
 class DistSettings:
@@ -149,6 +154,18 @@ class CheckpointSettings:
     def copy_s(self) -> float | None:
         """How long the end of a run may copy to the mirror; None without one."""
         return None if self.mirror is None else self.mirror_timeout_s
+
+    def score(self, step: int, manifest: Mapping[str, Any]) -> dict[int, float]:
+        """Return the metric of a checkpoint, the smaller the better; nothing without one."""
+        value = manifest.get("metrics", {}).get(self.best_metric)
+        if not isinstance(value, (int, float)) or value != value:
+            return {}
+        return {step: -value if self.best_mode == "max" else value}
+
+    def kept(self, steps: Iterable[int], scores: Mapping[int, float]) -> Set[int | None]:
+        """Return the steps to keep, of those with a checkpoint: the newest and the best."""
+        best = sorted(scores, key=lambda step: (scores[step], step))[: self.keep_best]
+        return {*sorted(steps)[-self.keep_last :], *best}
 
 
 @dataclass

@@ -25,7 +25,6 @@ RECORD = (
     *("metrics.jsonl", "exit.json", "proof.txt", "sampling.safetensors", "trackers.json"),
     "config.json",
 )
-SMALL = 2**18  # bytes of a file that `Store.get` reads in one request, over a slow line too
 
 
 class StoreError(Exception):
@@ -118,6 +117,7 @@ class Store(ABC):
     """The files below an address. Each method raises StoreError."""
 
     address: str
+    SMALL = 2**18  # bytes of a file that `get` reads in one request, over a slow line too
 
     @abstractmethod
     def get(self, name: str) -> bytes:
@@ -186,6 +186,7 @@ def open_store(address: str, is_new: bool = False) -> Store:
     Raises ConfigError if what it needs is not installed, StoreError.
     """
     extension = extensions.STORES[urlsplit(address).scheme]
+    extension.check(address)
     store: Store = extension.load().open_store(address, is_new)
     return store
 

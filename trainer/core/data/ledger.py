@@ -204,5 +204,17 @@ def digests(indices: torch.Tensor, start: int = 0) -> torch.Tensor:
     return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)).sum(1)
 
 
+def chains_of(chain: str, step: int, indices: torch.Tensor) -> list[str]:
+    """Return the chain after each of some steps, of which `step` is the first.
+
+    `indices`: (steps, rows) example indices. `chain` is that before them.
+    """
+    chains = []
+    for later, digest in enumerate(digests(indices).tolist(), step):
+        chain = extend(chain, later, digest)
+        chains.append(chain)
+    return chains
+
+
 def extend(chain: str, step: int, digest: int) -> str:
     return hashlib.blake2b(f"{chain}/{step}/{digest}".encode(), digest_size=16).hexdigest()

@@ -140,6 +140,11 @@ class EpochSampler(IndexSampler):
         self.start = start
         self.order = self.sampling.order(self.seed, epoch, self.plan.global_batch)
 
+    def rows_of_node(self, num_nodes: int, node: int) -> tuple[int, int]:
+        """Return (start, end) of a global batch's rows that the ranks of this node read."""
+        first, end = split((0, self.plan.global_batch), num_nodes, node)
+        return min(self.pieces[0][0], first), max(self.pieces[-1][1], end)
+
     def __len__(self) -> int:
         return (self.plan.steps_per_epoch - self.start) * len(self.pieces)
 

@@ -30,6 +30,7 @@ from trainer.core.config.rules import is_port
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
+OF_A_GROUP = (*RANKS, *MASTER)  # variables of a rank, which a process that is alone must not have
 MARK = "LOCKSTEP_LAUNCH"  # set for the ranks that `launch=elastic` and `launch=spawn` start
 # For the same ranks: a file for their exit codes, since torchrun's engine turns each into 1.
 CODES = "LOCKSTEP_CODES"

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.base.process.table import environment_at_start
+from trainer.base.process.table import THREADS, environment_at_start
 from trainer.core.distributed.launchers import MARK
 
-NAME = "OMP_NUM_THREADS"
 OF_TORCHRUN = "1"  # what torchrun sets for its ranks if the user set nothing
 _RUN = "TORCHELASTIC_RUN_ID"
 
@@ -21,10 +20,10 @@ def is_chosen(environment: Mapping[str, str] = os.environ) -> bool:
     torchrun sets it to 1 for its ranks unless it is set. A rank finds out in the environment with
     which torchrun's agent was started. Without /proc a 1 counts as torchrun's.
     """
-    value = environment.get(NAME, "").strip()
+    value = environment.get(THREADS, "").strip()
     if not value or _RUN not in environment or MARK in environment or value != OF_TORCHRUN:
         return bool(value)
-    return bool(_environment_of_agent(environment).get(NAME, "").strip())
+    return bool(_environment_of_agent(environment).get(THREADS, "").strip())
 
 
 def _environment_of_agent(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import ConfigError
+from trainer.base.plain_files import strict
 from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.reading import read_on_all_ranks, wrong_state_named
-from trainer.core.checkpoints.run_directory import strict
 from trainer.core.checkpoints.saver import Snapshot
 from trainer.core.checkpoints.train_state import TrainState
 from trainer.core.checkpoints.transaction import Manifest, steps

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.base.errors import ConfigError
 from trainer.base.process import uncollected
+from trainer.base.python_code import names_in
 from trainer.core.checkpoints import resume
 from trainer.core.config.schema import Config
 from trainer.core.config.targets import call_target, check_target
@@ -24,8 +25,7 @@ from trainer.core.distributed.world import World
 from trainer.core.engine.context import HOOK_MODULES
 from trainer.core.engine.precision import Precision
 from trainer.core.setup import check_soon
-from trainer.core.state.outside import names_in
-from trainer.core.strategy import find_strategy
+from trainer.core.strategy import find_devices, find_strategy
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.strategy.optimizer_trial import FUSED
 from trainer.core.task import Task
@@ -90,6 +90,15 @@ def check_layout(config: Config, world: World) -> None:
     check_init(config.dist, world)
 
 
+def fits_here(config: Config, world: World) -> bool:
+    """Return True if this layout can run the configuration on the devices of this machine."""
+    try:
+        check_layout(config, world.with_devices(find_devices(config.strategy, world)))
+    except ConfigError:
+        return False
+    return True
+
+
 def list_sizes(config: Config, least: int, most: int) -> list[int]:
     """Return the numbers of ranks in this range that mesh, global batch and strategy allow.
 
@@ -139,6 +148,13 @@ def check_run(config: Config, world: World) -> None:
 
 
 @uncollected()
+def check_job(config: Config, world: World, is_here: bool) -> None:
+    """Run the early checks of a run that another process will train, on this machine or not."""
+    if is_here:
+        check_training(config, world)
+    try_optimizer(config)
+
+
 def try_optimizer(config: Config) -> None:
     """Last early check: build torch's optimizer, which checks its arguments, in a second."""
     if config.optim["_target_"] in FUSED:

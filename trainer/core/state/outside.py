@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -59,14 +59,6 @@ def is_own(kind: type) -> bool:
     if file is None:  # of a notebook, or built in
         return kind.__module__ == "__main__"
     return "site-packages" not in file and not file.startswith(LIBRARY)
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code uses, and those of the functions in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
 
 
 def copy_iterator(value: Any) -> Any:

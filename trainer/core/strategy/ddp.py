@@ -128,7 +128,7 @@ class DistributedDataParallel(Strategy):
         super().check(config, world)
         hook = config.strategy.comm_hook
         precision = config.strategy.precision
-        if hook in COMPRESSING and precision in ("fp64", "bf16", "fp16"):
+        if hook in COMPRESSING and config.strategy.weights != "fp32":
             raise ConfigError(f"""strategy.comm_hook={hook}: compresses float32 gradients,
                 and strategy.precision={precision} has none; use none or parameter_server""")
         if hook == "bf16" and choose_backend(config.dist, world) != "nccl":

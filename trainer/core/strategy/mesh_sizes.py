@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import MeshSizes
+from trainer.core.config.typed import build
 from trainer.core.distributed.world import RankGroup, World, unnoticed
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # the innermost one last
@@ -37,6 +38,16 @@ class Mesh:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+
+    @classmethod
+    def of_saved(cls, settings: Mapping[str, Any], size: int) -> Mesh:
+        """Return the mesh of a run's settings by full name over `size` ranks, as if on one machine.
+
+        Raises ConfigError as `of`.
+        """
+        saved = {axis: settings.get(f"strategy.mesh.{axis}") for axis in AXES}
+        sizes = build(MeshSizes, saved, "strategy.mesh.")
+        return cls.of(sizes, World(world_size=size, local_world_size=size))
 
     @classmethod
     def of(cls, sizes: MeshSizes, world: World) -> Mesh:

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.base.errors import CheckpointError, ConfigError
-from trainer.base.plain_files import parse_json, parse_safetensors
+from trainer.base.plain_files import parse_json, parse_safetensors, read_file
 from trainer.core.data.order import POSITIONS_AT_ONCE
 from trainer.core.data.sampling import IndexOrder, Sampling, Shuffle, State, as_vector, check_size
 from trainer.core.data.sampling.shard_order import ShardShuffle
@@ -358,15 +359,26 @@ def to_bytes(sampling: Sampling) -> bytes:
     return save(tensors, {"kind": sampling.kind, "settings": json.dumps(settings)})
 
 
-def from_bytes(data: bytes, expected: str, subject: str) -> Sampling:
-    """Restore a sampling. Raises CheckpointError unless it has the digest `expected`."""
+def read_sampling(directory: Path, facts: Mapping[str, Any]) -> Sampling:
+    """Return the sampling of a run, by the facts of its data in a manifest.
+
+    Raises CheckpointError if it cannot be read, or is not the one that the facts name.
+    """
+    if not facts.get("sampling"):
+        return Shuffle(facts["length"])
+    path = directory / NAME
     try:
-        facts, tensors = parse_safetensors(data)
-        sampling = SAMPLING_KINDS[facts["kind"]].restore(parse_json(facts["settings"]), tensors)
-        is_same = digest_of(sampling) == expected
+        data = read_file(path, MOST_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"""{path}: {error.strerror}: it has the order of the examples;
+            restore it""") from None
+    try:
+        saved, tensors = parse_safetensors(data)
+        sampling = SAMPLING_KINDS[saved["kind"]].restore(parse_json(saved["settings"]), tensors)
+        is_same = digest_of(sampling) == facts["sampling"]
     except Exception:  # safetensors has its own kind of error
         is_same = False
     if not is_same:
-        raise CheckpointError(f"""{subject}: is damaged, or is not the sampling of this run;
+        raise CheckpointError(f"""{path}: is damaged, or is not the sampling of this run;
             without it the order cannot be recomputed""")
     return sampling

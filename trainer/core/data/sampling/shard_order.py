@@ -14,8 +14,6 @@ from trainer.base.errors import ConfigError
 from trainer.core.data.sampling import Sampling, State, as_vector, check_size
 from trainer.core.rng.philox import Permutation
 
-LANES = 32
-WINDOW = 4
 MOST_SHARDS = 2**27  # of a saved sampling: a small file must not fill the memory
 
 
@@ -31,11 +29,12 @@ class ShardShuffle(Sampling):
 
     kind = "shards"
     is_each_once = True
+    LANES = 32
+    WINDOW = 4
 
     def __init__(self, rows: Any, lanes: int = LANES, window: int = WINDOW):
         """`rows`: number of examples in each shard, in the order of their indices."""
-        check_size("lanes", lanes)
-        check_size("window", window)
+        self.check_sizes(lanes, window)
         self.rows = as_vector(rows, "rows", torch.int64)
         if int(self.rows.min()) < 0:
             raise ConfigError("rows: must not be negative")
@@ -43,6 +42,12 @@ class ShardShuffle(Sampling):
         self.window = window
         self.num_examples = int(self.rows.sum())
         self.size = self.num_examples
+
+    @staticmethod
+    def check_sizes(lanes: int, window: int) -> None:
+        """Raise ConfigError unless both are positive integers."""
+        check_size("lanes", lanes)
+        check_size("window", window)
 
     @cached_property
     def first(self) -> torch.Tensor:

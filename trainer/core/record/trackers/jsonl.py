@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.base.durable_files import replace_file
 from trainer.base.errors import CheckpointError, counted
-from trainer.base.plain_files import open_plain
+from trainer.base.plain_files import open_plain, strict
 from trainer.core.checkpoints import run_directory
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.run_directory import Lease
@@ -107,7 +107,7 @@ class RecordFiles(Sink):
             replace_file(self._directory / run_directory.PROOF, content)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self.note(step, run_directory.strict(values))
+        self.note(step, strict(values))
 
     def profile(self, step: int) -> None:
         """Write the settings after the first step that was trained with them."""
