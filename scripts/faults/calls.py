@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness.internals import checkpoint
 from harness.launch import environment_of_a_command as environment
+from harness.training import keep_rules
 
 from faults.common import (
     Row,
@@ -85,7 +86,7 @@ def _save_and_prune(root: Path, shape: Shape, step: int, announced: Path) -> Non
     descriptor = os.open(announced, os.O_WRONLY | os.O_CREAT, 0o600)
     os.write(descriptor, str(step).encode())
     os.close(descriptor)
-    checkpoint.prune(root, 1, 0, "eval/loss", "min", set())
+    checkpoint.prune(root, keep_rules(1, 0), set())
 
 
 def _template(base: Path, shape: Shape) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.internals import checkpoint
+from harness.training import keep_rules
 
 from faults.common import Row, Shape, folder, random_of
 
@@ -234,7 +235,7 @@ Writer = Callable[[Disk, Path, Shape, int], None]
 def ours(disk: Disk, root: Path, shape: Shape, step: int) -> None:
     shape.save(root, step)
     disk.announce(step)
-    checkpoint.prune(root, shape.num_older, 0, "eval/loss", "min", set())
+    checkpoint.prune(root, keep_rules(shape.num_older, 0), set())
 
 
 def in_place(disk: Disk, root: Path, shape: Shape, step: int) -> None:

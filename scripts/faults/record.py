@@ -18,7 +18,7 @@ from faults.launches import Undisturbed
 from faults.machine import _end, _words
 from faults.runs import LIMIT_S, STEPS, Launched, _judge
 from trainer.base.errors import ConfigError
-from trainer.core.checkpoints.run_directory import check_free
+from trainer.core.checkpoints.run_directory import Lease
 
 TALKING = "task.trainer=faults.task.Talking"
 Meddle = Callable[[Path, list[str]], str | None]  # run directory, command -> problem
@@ -151,7 +151,7 @@ def _meddled(kinds: Mapping[str, Meddle]) -> dict[str, Callable[..., str | None]
 def _find_second(directory: Path) -> str | None:
     """Return a problem unless a second writer is refused by a line that names the first."""
     try:
-        check_free(directory)
+        Lease.check_free(directory)
     except ConfigError as error:
         is_named = "writes there; wait until it exits" in str(error)
         return None if is_named else str(error)

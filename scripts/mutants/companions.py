@@ -31,14 +31,14 @@ _mirror = in_area("mirror", "trainer/places/mirror.py", *OF_BUCKETS)
 MIRROR = [
     _mirror(
         "best",
-        "return step in self._kept({*self._places, step}, scores) | also",
-        "return step in self._kept({*self._places, step}, scores)",
+        "return step in self._keep.kept({*self._places, step}, scores) | also",
+        "return step in self._keep.kept({*self._places, step}, scores)",
         "the best checkpoint of an older step is never copied",
     ),
     _mirror(
         "prune-keeps-best",
-        "kept_steps = self._kept(self._places.keys(), self._scores) | also",
-        "kept_steps = self._kept(self._places.keys(), {}) | also",
+        "kept_steps = self._keep.kept(self._places, self._scores) | also",
+        "kept_steps = self._keep.kept(self._places, {}) | also",
         "a resumed run removes the bucket's best checkpoint",
     ),
     _mirror(
@@ -275,7 +275,7 @@ RAY = [
     ),
     _ranks(
         "old-variables",
-        "left_out = {*RANKS, *MASTER, *of_ray}",
+        "left_out = {*OF_A_GROUP, *of_ray}",
         "left_out = {*of_ray}",
         "a rank believes variables of the launcher around Ray",
     ),

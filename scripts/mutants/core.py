@@ -178,8 +178,8 @@ DDP = [
     ),
     _ddp(
         "compressed-precision",
-        'precision in ("fp64", "bf16", "fp16")',
-        'precision in ("fp64", "bf16")',
+        'config.strategy.weights != "fp32"',
+        'config.strategy.weights in ("fp64", "bf16")',
         "a hook that compresses float32 is accepted for an fp16 model",
     ),
     _ddp(

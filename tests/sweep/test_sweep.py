@@ -14,8 +14,8 @@ from harness.training import compose
 
 from trainer import ConfigError, load_config
 from trainer.base.errors import RunError
-from trainer.core.config.compose import SEARCHED, parse
-from trainer.core.distributed import world
+from trainer.base.process import table
+from trainer.core.config.compose import parse
 from trainer.sweep import __main__ as main
 from trainer.sweep import jobs, study
 from trainer.sweep.__main__ import expand
@@ -273,7 +273,7 @@ def test_a_space_without_an_end_is_refused_at_once(words, space, line, tmp_path)
 
 def test_ends_of_ranges_in_both_directions(tmp_path):
     pytest.importorskip("optuna")
-    parsed = parse(["a=range(0,1000000000)", "b=range(9,0,-3)", "c=range(0.9,0.1,-0.2)"], SEARCHED)
+    parsed = parse(["a=range(0,1000000000)", "b=range(9,0,-3)", "c=range(0.9,0.1,-0.2)"], "spaces")
     space = study.read_space(parsed)
     ends = {name: (each.low, each.high, each.step) for name, each in space.items()}
     assert ends["a"] == (0, 999_999_999, 1) and ends["b"] == (3, 9, 3)
@@ -422,7 +422,7 @@ def test_nothing_is_submitted_again_while_squeue_is_unsure(squeue, tmp_path, mon
 
 
 def test_jobs_of_a_sweep_divide_the_cores_by_jobs_and_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "usable_cores", lambda: 16)
+    monkeypatch.setattr(table, "usable_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS")
     launch = compose(tmp_path, "task=tiny").launch
 

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Subset, TensorDataset
 
@@ -31,7 +29,6 @@ from trainer.core.checkpoints.run_directory import METRICS, read_entries
 from trainer.core.config.compose import load_config
 from trainer.core.data.batches import LocalBatch
 from trainer.core.engine.engine import Engine
-from trainer.core.engine.recording import Loss
 from trainer.core.engine.step import Outcome
 from trainer.core.loop.run import Run
 from trainer.core.rng.philox import Random
@@ -198,7 +195,8 @@ class StepRecorder:
         self._is_stepping = True
         is_alone = task.world.world_size == 1
         mode = NarrowestDtype() if is_alone and not notes.narrowest else None
-        with mode or nullcontext(), run.updating_by(partial(self._update, engine)):
+        first = nullcontext() if notes.gradients else self._recording_gradients(engine)
+        with mode or nullcontext(), first:
             outcome = train_step(batch)
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
@@ -220,20 +218,22 @@ class StepRecorder:
         self.notes.digests |= zip(keys, digest_rows((inputs, targets)), strict=True)
         self.notes.rows |= zip(keys, rows_of(inputs, targets, ELEMENTS_OF_A_STEP), strict=True)
 
-    def _update(
-        self,
-        engine: Engine,
-        batch: LocalBatch,
-        loss: Loss,
-        optimizers: Sequence[Optimizer] | None,
-        name: str,
-    ) -> Outcome:
-        """Make an update, and record the gradients of the first one."""
-        gradients = engine.backward(batch, loss, optimizers, name)
-        if not self.notes.gradients:  # reduced, and not yet clipped
-            named = engine.strategy.tensors.parameters.items()
-            self.notes.gradients = _copy({n: p.grad for n, p in named if p.grad is not None})
-        return engine.apply(gradients, optimizers)
+    @contextmanager
+    def _recording_gradients(self, engine: Engine) -> Iterator[None]:
+        """Record the gradients with which an optimizer makes its first step in the block."""
+
+        def record(*_: object) -> None:
+            if not self.notes.gradients:
+                named = engine.strategy.tensors.parameters.items()
+                self.notes.gradients = _copy({n: p.grad for n, p in named if p.grad is not None})
+
+        every = engine.optimizers.every
+        handles = [optimizer.register_step_pre_hook(record) for optimizer in every]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def finish(self, directory: Path | None) -> None:
         """Record, on rank 0, the metrics.jsonl of the run directory."""

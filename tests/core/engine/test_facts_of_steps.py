@@ -161,7 +161,7 @@ def test_a_factor_must_be_a_finite_number_of_at_least_0(factor):
 
 def test_norms_are_taken_once():
     norms = Norms(None)
-    norms.note("loss", torch.tensor(3.0))
+    norms.note_and_clip("loss", [], torch.tensor(3.0))
     assert norms.take() == {"loss": torch.tensor(3.0)}
     assert norms.take() == {}
 

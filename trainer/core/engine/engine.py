@@ -34,15 +34,6 @@ from trainer.core.state.outside import Traces
 from trainer.core.strategy.modules.dry_run import eager
 
 
-@dataclass(slots=True)
-class Gradients:
-    """Reduced gradients of the mean over the global batch, in `parameter.grad`, before clipping."""
-
-    totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
-    found_inf: torch.Tensor  # (): 1 if a gradient is not finite
-    norm: torch.Tensor | None  # () of the whole model, with run.clip_norm or to be logged
-
-
 @dataclass(frozen=True)
 class Sample:
     """A few rows of a run's first micro-batch, and the bytes of one of its rows."""
@@ -135,10 +126,44 @@ class Engine:
     ) -> Outcome:
         """Update on the mean of `loss` over the global batch, logged as `train/<name>`.
 
-        If a reduced gradient is not finite, all ranks skip the update: neither the weights nor the
-        optimizer state change.
+        Only parameters of `optimizers` (by default all) get a gradient and a step. If a reduced
+        gradient is not finite, all ranks skip the update: neither the weights nor the optimizer
+        state change.
         """
-        return self.apply(self.backward(batch, loss, optimizers, name), optimizers)
+        parts, strategy, norms = self._parts, self.strategy, self.optimizers.norms
+        if len(FORKS) != parts.ranks.generation:
+            parts.ranks.end_child()
+        if self.inspection.is_due or name not in self._begun:
+            self._inspect(name, loss)
+
+        # For each micro-batch: forward, loss and backward, whose gradients are added up.
+        objective = self.objectives[name]
+        others = () if optimizers is None else self.optimizers.find_others(optimizers)
+        update_loss = objective.of(self.recorder.watched(loss, name), others)
+        with self.draws.update(name):
+            totals = strategy.forward_backward(batch, update_loss)
+        parts.ranks.heartbeat.enter(Phase.UPDATE)
+        for parameter in others:
+            parameter.grad = None
+
+        # Reduce: from here on each gradient is that of the mean over the global batch.
+        factor = objective.factor(totals) if objective.is_weighted else None
+        found_inf = parts.precision.unscale(strategy.tensors.gradients(), factor)
+        wants_norm = self.step.is_logged or norms.limit is not None
+        if wants_norm or strategy.divides_gradients:
+            found_inf, norm = strategy.reduce(found_inf, wants_norm)
+            if norm is not None:
+                norms.note_and_clip(name, strategy.tensors.trained, norm)
+
+        # Step, or put back what the skipped update has changed.
+        self._has_updated = True
+        step_unless(optimizers or self.optimizers.every, found_inf)
+        if parts.precision.is_scaled:
+            parts.precision.update_scale(found_inf)
+        if strategy.statistics.are_used:
+            strategy.statistics.undo(found_inf)
+        strategy.tensors.drop_gradients()
+        return Outcome(((totals, found_inf),))
 
     def inspect_by(self, inspection: Inspection) -> None:
         """Have `inspection` look at the updates from now on."""
@@ -170,41 +195,6 @@ class Engine:
             draws.agree(name, parts.ranks.group.max)
         strategy.tensors.refresh()
 
-    def backward(
-        self,
-        batch: MicroBatches,
-        loss: Loss,
-        optimizers: Sequence[Optimizer] | None = None,
-        name: str = "loss",
-    ) -> Gradients:
-        """Compute the gradients, the first half of an update, before clipping.
-
-        Only parameters of `optimizers` (by default all) keep a gradient.
-        """
-        parts, strategy = self._parts, self.strategy
-        if len(FORKS) != parts.ranks.generation:
-            parts.ranks.end_child()
-        others = () if optimizers is None else self.optimizers.find_others(optimizers)
-        objective = self.objectives[name]
-        if self.inspection.is_due or name not in self._begun:
-            self._inspect(name, loss)
-        update_loss = objective.of(self.recorder.watched(loss, name), others)
-        with self.draws.update(name):
-            totals = strategy.forward_backward(batch, update_loss)
-        parts.ranks.heartbeat.enter(Phase.UPDATE)
-        for parameter in others:
-            parameter.grad = None
-        factor = objective.factor(totals) if objective.is_weighted else None
-        found_inf = parts.precision.unscale(strategy.tensors.gradients(), factor)
-        norms = self.optimizers.norms
-        wants_norm = self.step.is_logged or norms.limit is not None
-        norm = None
-        if wants_norm or strategy.divides_gradients:
-            found_inf, norm = strategy.reduce(found_inf, wants_norm)
-        if wants_norm and norm is not None:
-            norms.note(name, norm)
-        return Gradients(totals, found_inf, norm)
-
     def _inspect(self, name: str, loss: Loss) -> None:
         self._begun.add(name)
         if not self.draws.is_known(name):
@@ -215,20 +205,6 @@ class Engine:
             if not self._has_updated:
                 self.step.leave()  # the state is whole, and is saved
             raise
-
-    def apply(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
-        """Clip, step and free the gradients: the second half of an update."""
-        found_inf, strategy, precision = gradients.found_inf, self.strategy, self._parts.precision
-        self._has_updated = True
-        if gradients.norm is not None:
-            self.optimizers.norms.clip(strategy.tensors.trained, gradients.norm)
-        step_unless(optimizers or self.optimizers.every, found_inf)
-        if precision.is_scaled:
-            precision.update_scale(found_inf)
-        if strategy.statistics.are_used:
-            strategy.statistics.undo(found_inf)
-        strategy.tensors.drop_gradients()
-        return Outcome(((gradients.totals, found_inf),))
 
     def open_objective(self, name: str) -> Objective:
         """Return an objective like that of an update, whose means nobody reads."""

@@ -108,10 +108,11 @@ class Norms:
         self.limit = limit
         self._found: dict[str, torch.Tensor] = {}
 
-    def note(self, name: str, norm: torch.Tensor) -> None:
+    def note_and_clip(
+        self, name: str, parameters: Sequence[nn.Parameter], norm: torch.Tensor
+    ) -> None:
+        """Note the norm () of an update's gradients, and limit it to that of run.clip_norm."""
         self._found[name] = norm
-
-    def clip(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor) -> None:
         if self.limit is not None:
             clip_grads_with_norm_(parameters, self.limit, norm)
 

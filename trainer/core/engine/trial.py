@@ -53,15 +53,6 @@ class TaskRun:
         """Return the optimizers as built. Raises RuntimeError unless the run is open."""
         raise RuntimeError(ONLY_IN_FIT)
 
-    @contextmanager
-    def updating_by(self, update: Update) -> Iterator[None]:
-        """Have `update` make the updates in the block."""
-        before, self.update = self.update, update
-        try:
-            yield
-        finally:
-            self.update = before
-
     def record_values(self, name: str, returned: Values) -> None:
         """Record values of the examples of a micro-batch, as `Recorder.record`."""
 
@@ -122,6 +113,15 @@ class Trial(TaskRun):
 
     def evaluate(self) -> dict[str, float]:
         raise RuntimeError("a step that evaluates is not tried in parts")
+
+    @contextmanager
+    def updating_by(self, update: Update) -> Iterator[None]:
+        """Have `update` make the updates in the block."""
+        before, self.update = self.update, update
+        try:
+            yield
+        finally:
+            self.update = before
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, torch.Tensor]]:
