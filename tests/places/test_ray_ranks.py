@@ -14,7 +14,6 @@ from harness import CONF, on_ranks, wait_for
 from harness.launch import environment_of_a_command
 
 from trainer import ConfigError, load_config
-from trainer.core.distributed import threads
 from trainer.core.setup.early_checks import list_sizes
 from trainer.places import ray_cluster, ray_ranks
 from trainer.places.ray_cluster import RankCounts
@@ -387,10 +386,10 @@ def test_a_rank_on_ray_has_the_users_number_and_not_that_of_the_actor(monkeypatc
     """Ray sets it within the actor; the driver passes on what the user exported there."""
     say = ["-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")  # after this process was started
-    monkeypatch.setattr(threads, "at_start", dict)
+    monkeypatch.setattr(ray_ranks, "environment_at_start", dict)
     assert said_on_ray(say, {}, tmp_path) == "None"
     assert said_on_ray(say, {"OMP_NUM_THREADS": "3"}, tmp_path) == "3"
-    monkeypatch.setattr(threads, "at_start", lambda: {"OMP_NUM_THREADS": "7"})
+    monkeypatch.setattr(ray_ranks, "environment_at_start", lambda: {"OMP_NUM_THREADS": "7"})
     assert said_on_ray(say, {}, tmp_path) == "7"
     assert "OMP_NUM_THREADS" in ray_ranks.PASSED_ON
 

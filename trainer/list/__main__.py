@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds = [word for word in words if "=" not in word] or (["runs"] if far else [*LISTED_KINDS])
     for kind in kinds:
         if kind not in LISTED_KINDS:
-            near = did_you_mean(kind, LISTED_KINDS)
+            near = did_you_mean(kind, LISTED_KINDS, 0.6)
             raise ConfigError(f"{kind}: must be one of {', '.join(LISTED_KINDS)}{near}")
     facts: dict[str, Any] = {}
     tables = []

@@ -107,7 +107,7 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in NEW_FLAGS and (word.startswith("-") or f"--{flag}" in NEW_FLAGS):
-            near = did_you_mean(flag, NEW_FLAGS)
+            near = did_you_mean(flag, NEW_FLAGS, 0.6)
             raise ConfigError(f"{word} is not a flag: allowed are {', '.join(NEW_FLAGS)}{near}")
         if flag not in NEW_FLAGS:
             words.append(word)
@@ -124,7 +124,7 @@ def _find(flag: str, allowed: Mapping[str, object], flags: Mapping[str, str]) ->
     name = flags.get(flag, "")
     if name and name not in allowed:
         raise ConfigError(f"""{flag} {name}:
-            must be one of {", ".join(allowed)}{did_you_mean(name, allowed)}""")
+            must be one of {", ".join(allowed)}{did_you_mean(name, allowed, 0.6)}""")
     return name
 
 

@@ -265,12 +265,12 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if equals and name in WORDS:
             words[name] = value
         elif equals and name.isidentifier() and " " not in word:
-            near = did_you_mean(name, WORDS)
+            near = did_you_mean(name, WORDS, 0.6)
             raise ConfigError(f"{name} is not a setting: allowed are {', '.join(WORDS)}{near}")
         elif word.strip() and not word.startswith("--"):
             commands.append(word)
         elif word.strip() and word != "--resume":
-            near = did_you_mean(word, (JSON, "--resume"))
+            near = did_you_mean(word, (JSON, "--resume"), 0.6)
             raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
         raise ConfigError(f"""{len(commands)} commands:

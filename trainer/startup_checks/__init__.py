@@ -26,7 +26,6 @@ from trainer.startup_checks.counters import (
     find_unequal,
     take_snapshot,
 )
-from trainer.startup_checks.experiments import explain_reading
 from trainer.startup_checks.rank_agreement import (
     CallDigest,
     CheckResult,
@@ -44,7 +43,7 @@ from trainer.startup_checks.rank_agreement import (
 )
 from trainer.startup_checks.row_independence import RowIndependenceCheck
 from trainer.startup_checks.step_checks import TRIED_STEPS, StepChecks
-from trainer.startup_checks.unsaved import UnsavedState
+from trainer.startup_checks.unsaved import AttributeSnapshot, UnsavedState, held_by
 
 MESH = "ranks of the mesh"
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are checked again
@@ -115,8 +114,10 @@ class StartupChecks(Inspection):
             rows = reader.read(first, run.cuts)
             if rows.changed is None:
                 return rows
-            why = explain_reading(reader, rows.indices, run.batches.dataset, hooks)
-        return replace(rows, reading=why or explain_changed(rows.changed))
+            before = AttributeSnapshot(held_by(run.batches.dataset, hooks))
+            reader.prepare(rows.indices)
+            changed = before.changed(held_by(run.batches.dataset, hooks))
+        return replace(rows, reading=explain_changed(rows.changed, changed))
 
     def begin_step(self, step: int) -> None:
         """Let go of the rows; if updates are checked again in the 0-based `step`, read others.

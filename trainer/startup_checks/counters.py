@@ -31,7 +31,8 @@ from trainer.core.state import (
     sandbox,
 )
 from trainer.core.state.outside import functions_of, is_own
-from trainer.startup_checks.mismatch import compare, explain_buffers
+from trainer.startup_checks.explanations import explain_buffers
+from trainer.startup_checks.mismatch import compare
 from trainer.startup_checks.passes import PassResult
 from trainer.startup_checks.unsaved import (
     of_model,

@@ -1,8 +1,8 @@
-"""Mismatch of two passes over the same rows: a difference beyond rounding, and its reason."""
+"""Mismatch of two passes over the same rows: a difference beyond rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from trainer.base.same import BY_HAND, SMALL, relative
 from trainer.base.same.distance import apart, norms_apart, sketch
-from trainer.core.rng.draw_traces import IN_A_KERNEL
 from trainer.core.strategy.modules.dry_run import DispatchMode
 from trainer.startup_checks.passes import PassResult
-from trainer.startup_checks.trace import Call, CallTrace, Key, describe, find_module
 
 LEAST_OF_ALL = 1e-12  # of all gradients: those that are zero but for rounding are that small
 DTYPE_NAMES = {
@@ -61,22 +59,6 @@ class NarrowestDtype(DispatchMode):
 
 
 BATCHES = "num_batches_tracked"
-ADVICE_ON_MIXED_ROWS = (
-    "compute each row from itself, or take strategy=exact, which fixes the micro-batches"
-)
-MIXES = (
-    " mixes the rows of a micro-batch: its output for an example depends on the other examples;"
-    f" {ADVICE_ON_MIXED_ROWS}"
-)
-
-MIXED_IN_PREPARATION = (
-    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
-    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
-)
-PADDED = (
-    "the loss of a row depends on its padding, which is as long as the longest row beside it;"
-    " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
-)
 
 
 @dataclass(frozen=True)
@@ -155,58 +137,6 @@ def _find_gradient(whole: PassResult, parts: PassResult, limit: float) -> str:
     return next((n for n in reversed(distances) if distances[n] > limit), "")  # next to the cause
 
 
-@dataclass(frozen=True)
-class Circumstances:
-    """Results of experiments: a draw that begins `late`, the place that draws from numpy or Python.
-
-    `is_of_order` if nothing differs once all rows draw the same numbers.
-    """
-
-    late: str = ""
-    place: str = ""
-    is_of_order: bool = False
-
-
-def explain(
-    difference: Mismatch,
-    whole: PassResult,
-    parts: PassResult,
-    limit: float,
-    circumstances: Circumstances = Circumstances(),
-) -> str:
-    """Return the reason for a difference of parts from the whole, from traced passes."""
-    if difference.kind == "buffer":
-        return explain_buffers([difference.name], can_rewind=False)
-    if name := find_written(whole, parts, limit):
-        return explain_written(name)
-    if whole.traces and parts.traces:
-        keyed_call = find_module(whole.traces[0], parts.traces, limit)
-        if keyed_call is not None:
-            why = _explain_call(*keyed_call, whole.traces[0], parts.traces, circumstances)
-            if why or keyed_call[1].module is not None:
-                return f"{describe(*keyed_call)}{why or MIXES}"
-    if difference.kind == "recorded":
-        what = f"what self.record({difference.name!r}) gets depends on the micro-batch"
-        why = "on its other rows, or on draws without a key by example"
-        why += f", as those in {circumstances.place}" * bool(circumstances.place)
-        return f"{what}: {why}; record a value of each row, and draw with torch.rand(rows, ...)"
-    if why := _explain_draws(circumstances):
-        return f"the loss {why}"
-    if difference.kind == "gradient":
-        why = "a hook on it, or a backward pass behind it, depends on the other rows"
-        what = f"the gradient of {difference.name} is not the sum over the rows"
-        return f"{what}: {why}; {ADVICE_ON_MIXED_ROWS}"
-    what = "its weights" if difference.kind == "weights" else "its value"
-    why = f"{what} for an example depends on the other examples"
-    advice = "return a value per example from its own row, or use gather_rows"
-    return f"the loss mixes the rows of a micro-batch: {why}; {advice}"
-
-
-def explain_written(name: str, why: str = "once for each micro-batch") -> str:
-    what = f"the parameter {name} is written in the forward pass, {why}"
-    return f"{what}; write it in train_step, after update"
-
-
 def list_changed(module: nn.Module, passed: PassResult) -> list[str]:
     """Return the buffers that a pass changed."""
     names = []
@@ -224,90 +154,4 @@ def find_late_hook(module: nn.Module) -> str:
         own = ("trainer.", "torch.")
         if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
             return name
-    return ""
-
-
-def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:
-    """Return the reason for buffers that advance with each pass, or sum over its rows."""
-    named = f"buffer{'s' * (len(names) > 1)} {', '.join(names[:3])}" + " ..." * (len(names) > 3)
-    if can_rewind:
-        why = "changed in each forward pass, of which a step has one for each micro-batch"
-        advice = "set run.buffers=per_step"
-    else:
-        why = "changed by the rows of a micro-batch, not by those of the global batch"
-        advice = "take strategy=exact, which fixes the micro-batches"
-    return f"{named}: {why}; {advice}"
-
-
-def _explain_draws(circumstances: Circumstances) -> str:
-    """Return why draws differ, as experiments show it, else an empty string."""
-    if circumstances.late:
-        why = f"draws {circumstances.late} only later than at the start, which looks for draws"
-        return f"{why}, so these have no key by example; draw from step 1 on, with p=1e-9 at first"
-    if circumstances.place:
-        why = f"draws from numpy's or Python's generator in {circumstances.place}"
-        return f"{why}, per micro-batch and not per example; draw in augment, or by torch.rand"
-    if circumstances.is_of_order:
-        why = "draws for rows that are in another order than in the micro-batch"
-        advice = "draw before they are reordered, and reorder what is drawn"
-        return f"{why}, so that an example gets the numbers of another one; {advice}"
-    return ""
-
-
-def _explain_call(
-    key: Key,
-    call: Call,
-    whole: CallTrace,
-    parts: Sequence[CallTrace],
-    circumstances: Circumstances,
-) -> str:
-    """Return what a call draws otherwise in parts, after its name; an empty string if nothing."""
-    kernels = sorted({drawn for drawn, sizes in call.drawn if sizes == IN_A_KERNEL})
-    if kernels:
-        is_recurrent = "lstm" in kernels or "gru" in kernels
-        instead = "draw with torch.rand(rows, ...) instead"
-        advice = "put nn.Dropout between its layers" if is_recurrent else instead
-        why = "draws inside its kernel, per micro-batch and not per example"
-        return f": {' and '.join(kernels)} {why}; {advice}"
-    if circumstances.late:
-        return f" {_explain_draws(circumstances)}"
-    if call.is_raw:
-        return f" {_explain_raw(call)}; call torch's functions without these"
-    others = [part.calls[key] for part in parts]  # each has it, or it was not found
-    for other, part in zip(others, parts, strict=True):
-        if _draws_of(other) == _draws_of(call):
-            continue
-        count = f"{_draws_of(call)} times for {whole.rows} rows, {_draws_of(other)} for {part.rows}"
-        why = (
-            f"draws as often as a micro-batch has rows or chunks ({count}), which shifts all draws"
-        )
-        return f" {why}; draw for all rows at once, torch.rand(rows, ...)"
-    if odd := _find_odd_draw(call, whole, others, parts):
-        why = f"draws {odd}, which has no axis of rows"
-        return f" {why}; draw (rows, ...) and join afterwards"
-    why = _explain_draws(circumstances)
-    return f" {why}" if why else ""
-
-
-def _explain_raw(call: Call) -> str:
-    inside = dict(call.module.named_modules()) if call.module is not None else {}
-    scripted = [name for name, m in inside.items() if isinstance(m, torch.jit.ScriptModule)]
-    how = f"{scripted[0]} is TorchScript" if scripted else "generator=..., a kernel or a thread"
-    return f"draws from torch's generator itself ({how}), so its draws have no key by example"
-
-
-def _draws_of(call: Call) -> int:
-    return call.positions[1] - call.positions[0]
-
-
-def _find_odd_draw(
-    call: Call, whole: CallTrace, others: Sequence[Call], parts: Sequence[CallTrace]
-) -> str:
-    """Return a draw whose sizes neither grow with the rows nor stay, empty if there is none."""
-    for draw_number, (name, sizes) in enumerate(call.drawn):
-        for other, part in zip(others, parts, strict=True):
-            own = other.drawn[draw_number][1] if draw_number < len(other.drawn) else ()
-            grows = [s * part.rows == o * whole.rows for s, o in zip(sizes, own, strict=False)]
-            if own != sizes and not any(grows):
-                return f"{name} of shape {sizes}"
     return ""

@@ -82,8 +82,12 @@ def explain_rows(rank: int, index: int) -> str:
     return f"example {index} differs on rank {rank}: {why}; draw from augment's Random argument"
 
 
-def explain_changed(index: int) -> str:
+def explain_changed(index: int, changed: Sequence[str]) -> str:
+    """Return the line about an example; `changed` are names of what reading changes."""
     what = f"example {index} has other values when it is read again"
+    if changed:
+        why = f"it depends on {', '.join(changed[:3])}, which reading changes"
+        return f"{what}: {why}; draw from augment's Random argument, and change copies only"
     why = "the data set changes, or collate or augment counts its calls or draws without a key"
     return f"{what}: {why}; draw from augment's Random argument, and change copies only"
 

@@ -24,15 +24,18 @@ from trainer.core.strategy.modules.batchnorm import has_batch_statistics, look_b
 from trainer.core.strategy.modules.dry_run import LARGE_BYTES, Alone, is_large
 from trainer.core.strategy.structure import PROVED_BYTES
 from trainer.startup_checks.counters import CounterPasses, Counters, Found, explain_counters
-from trainer.startup_checks.experiments import name_difference, state_of
-from trainer.startup_checks.mismatch import (
+from trainer.startup_checks.explanations import (
     MIXED_IN_PREPARATION,
     PADDED,
-    NarrowestDtype,
-    compare,
+    RecordedPasses,
     explain,
     explain_buffers,
+    explain_untraced,
     explain_written,
+)
+from trainer.startup_checks.mismatch import (
+    NarrowestDtype,
+    compare,
     find_late_hook,
     find_written,
     flatten,
@@ -54,9 +57,7 @@ from trainer.startup_checks.rank_agreement import (
     list_cuts,
 )
 from trainer.startup_checks.trace import Gathering
-from trainer.startup_checks.unsaved import (
-    AttributeSnapshot,
-)
+from trainer.startup_checks.unsaved import AttributeSnapshot, state_of
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
@@ -66,15 +67,24 @@ Running = AbstractContextManager[Trial]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Passes over all rows, and over parts of them from the state that these leave.
+class FirstPass:
+    """A pass that keeps its state; the names of what it `changed` besides buffers; all `before`."""
 
-    `changes` is True if there is such a state besides buffers. Later passes depend on `counted`.
+    passed: PassResult
+    changed: Sequence[str]
+    before: AttributeSnapshot
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A first pass over all rows, and parts of them from the state that it left.
+
+    Later passes depend on `counted`.
     """
 
-    whole: PassResult
+    first: FirstPass
     parts: PassResult
-    changes: bool
     counted: Found
 
 
@@ -215,9 +225,11 @@ class RowIndependenceCheck:
         module, hooks = subject.module, subject.hooks
         with suppress(Exception), Alone(), sandbox(keep_attributes(module, hooks)):
             is_whole = is_fixed or group.world.rank % 2 == 0
-            passed, changed, counters = _run_first(passes, (0, cuts[-1]) if is_whole else cuts)
-            changes: list[Any] = [passed.written, changed, list_changed(module, passed)]
-            if not any(changes) and not counters.have_advanced() and not find_late_hook(module):
+            first = _run_first(passes, (0, cuts[-1]) if is_whole else cuts)
+            passed = first.passed
+            changes: list[Any] = [passed.written, first.changed, list_changed(module, passed)]
+            has_more = first.counters.have_advanced() or find_late_hook(module)
+            if not any(changes) and not has_more:
                 own = flatten(passed)
         count = 0 if own is None or not own[0].isfinite().all() else len(own[0])
         most = group.max(count, -count)
@@ -241,12 +253,13 @@ class RowIndependenceCheck:
         subject = passes.subject
         cuts = (0, every[-1]) if is_fixed else every
         pair = self._run_both(passes, every, cuts)
-        whole, parts = pair.whole, pair.parts
+        whole, parts = pair.first.passed, pair.parts
         if whole.written and self._parts.strategy.mesh.shard != 1:
             return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
         limit = self._limit_of(passes, whole.dtype)
         mismatch = compare(whole, parts, limit)
-        if mismatch is None and pair.changes:  # such as a cache that the first micro-batch fills
+        # such as a cache that the first micro-batch fills
+        if mismatch is None and pair.first.changed:
             parts = passes.run(cuts)
             mismatch = compare(whole, parts, limit)
         if mismatch is not None and not self._is_narrow(passes):
@@ -263,25 +276,46 @@ class RowIndependenceCheck:
                 return CheckResult(MIXED_IN_PREPARATION if subject.rows.is_mixed else PADDED)
         if mismatch is not None:
             try:
-                return CheckResult(*name_difference(passes, cuts, limit))
+                return self._name(passes, pair, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
-                return CheckResult(explain(mismatch, whole, parts, limit))
+                return CheckResult(explain_untraced(mismatch))
         if pair.counted.names:
             line = explain_counters(pair.counted, dict(subject.module.named_buffers()))
             return CheckResult(line, "micro-batches" * (pair.counted.is_of_passes and not is_fixed))
         return self._find_changes(passes, every, is_fixed, whole, limit)
+
+    def _name(self, passes: SlicedPasses, pair: Pair, cuts: Cuts, limit: float) -> CheckResult:
+        """Name where parts differ from the whole, from one more pass over each, with traces."""
+        subject = passes.subject
+        whole = passes.run((0, cuts[-1]), is_traced=True)
+        if not subject.rewinds:  # a step may keep buffers, or give each micro-batch the first ones
+            rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
+            buffers = list_changed(subject.module, whole)
+            if rewound is None and buffers:
+                return CheckResult(explain_buffers(buffers, can_rewind=True), "micro-batches")
+            if rewound is not None and rewound.kind == "buffer":
+                return CheckResult(explain_buffers(buffers, can_rewind=False))
+        parts = passes.run(cuts, is_traced=True)
+        is_keyed = bool(subject.draws.traces.used.get(subject.name))
+        left = pair.first.before.changed(state_of(subject.module, subject.hooks))
+        changed, left = (list(dict.fromkeys(each)) for each in (pair.first.changed, left))
+        passed = (pair.first.passed, pair.parts, whole, parts)
+        return CheckResult(explain(RecordedPasses(*passed, changed, left, limit, is_keyed)))
 
     def _run_both(self, passes: SlicedPasses, every: Cuts, cuts: Cuts) -> Pair:
         """Run all rows, then their parts between cuts from the state that these leave."""
         subject = passes.subject
         rows = (0, cuts[-1])
         with sandbox(keep_attributes(subject.module, subject.hooks)):
-            whole, changed, counters = _run_first(passes, rows)
+            first = _run_first(passes, rows)
+            whole = first.passed
             run = partial(passes.run, rows, keeps_state=True)
             run_few = partial(passes.run, every[:2], keeps_state=True)
             limit = ROWS.of(whole.dtype)
-            counted = counters.find(CounterPasses(whole, run, run_few, subject.rewinds, limit))
-            return Pair(whole, passes.run(cuts, keeps_state=True), bool(changed), counted)
+            of_counters = CounterPasses(whole, run, run_few, subject.rewinds, limit)
+            counted = first.counters.find(of_counters)
+            parts = passes.run(cuts, keeps_state=True)
+            return Pair(first, parts, counted)
 
     def _find_changes(
         self, passes: SlicedPasses, every: Cuts, is_fixed: bool, whole: PassResult, limit: float
@@ -305,13 +339,13 @@ class RowIndependenceCheck:
         return CheckResult(digests=whole.digest(), limit=max(limit, OF_RANKS))
 
 
-def _run_first(passes: SlicedPasses, cuts: Cuts) -> tuple[PassResult, Sequence[str], Counters]:
-    """Run rows, and keep the state that they leave; return what of it has changed, too."""
+def _run_first(passes: SlicedPasses, cuts: Cuts) -> FirstPass:
+    """Run rows, and keep the state that they leave."""
     module, hooks = passes.subject.module, passes.subject.hooks
     counters = Counters(module, hooks)
     snapshot = AttributeSnapshot(state_of(module, hooks))
     passed = passes.run(cuts, keeps_state=True)
-    return passed, snapshot.changed(state_of(module, hooks)), counters
+    return FirstPass(passed, snapshot.changed(state_of(module, hooks)), snapshot, counters)
 
 
 def _prepare_modes(subject: CheckedUpdate) -> None:

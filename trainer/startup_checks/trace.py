@@ -221,6 +221,20 @@ def find_module(
     return None
 
 
+def differs_alone(key: Key, call: Call, first: CallTrace, limit: float) -> bool:
+    """Return True if a call gives the rows of the first part other results than in the whole.
+
+    No part comes before the first one, so no state that another left can be the reason.
+    """
+    other = first.calls[key]
+    for name, output in call.outputs.items():
+        own = other.outputs.get(name)
+        has_rows = own is not None and own.dim() and len(own) == first.rows
+        if own is not None and has_rows and apart(output[: first.rows], own) > limit:
+            return True
+    return False
+
+
 def describe(key: Key, call: Call) -> str:
     """Return the name of the called module, and its class."""
     if call.module is None:

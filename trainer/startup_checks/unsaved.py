@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from trainer.core.schedule import Schedule
 from trainer.core.state import MOST_BYTES, MOST_ITEMS, OF_A_MODULE, OF_A_TASK
-from trainer.core.state.outside import COPIED, HOOKS, is_own, place_of
+from trainer.core.state.outside import COPIED, HOOKS, is_own, of_outside, place_of
 
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 MOST_COMPARED_VALUES = 1_000  # compared of a container or tensor
@@ -95,6 +95,19 @@ def of_task(task: Any) -> Iterator[tuple[str, Any]]:
             kinds = (list, deque, dict, set, int, float, torch.Tensor, torch.Generator)
             if isinstance(value, kinds) and not key.startswith("__"):
                 yield key, value
+
+
+def held_by(dataset: Any, task: Any) -> list[tuple[str, Any]]:
+    """Return what reading a data set may change, by name: its attributes, and the task's."""
+    kinds = [vars(kind) for kind in reversed(type(dataset).__mro__) if is_own(kind)]
+    held = {key: value for kind in kinds for key, value in kind.items() if not callable(value)}
+    held = {k: v for k, v in held.items() if not k.startswith("__")} | dict(of_dataset(dataset))
+    return [*((f"{key} of the data set", value) for key, value in held.items()), *of_task(task)]
+
+
+def state_of(model: nn.Module, task: Any) -> list[tuple[str, Any]]:
+    """Return what forward passes and losses may change besides buffers, by name."""
+    return [*of_model(model, has_private=True), *of_task(task), *of_outside(model, task)]
 
 
 def of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:

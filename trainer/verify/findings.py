@@ -9,13 +9,17 @@ import torch
 
 from trainer.base.same import CLOSE, RUNS, relative
 from trainer.base.same.distance import norms_apart
+from trainer.startup_checks.explanations import FIND_IT
 from trainer.startup_checks.rank_agreement import explain_results, find_place
+from trainer.verify.chance import MOST_SHOWN
 from trainer.verify.evidence import Evidence, Probe, describe_difference
+
+UNKNOWN = "unknown"
 
 
 def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
     """Return the likely reason, from the probes of all ranks and from the first difference."""
-    return (
+    reason = (
         _explain_data(reference, other)
         or next((notes.finding for notes in other.ranks if notes.finding), "")
         or _explain_first_weights(reference, other)
@@ -25,6 +29,14 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
         or reference.ranks[0].finding
         or _explain_layers(other.probes[0])
     )
+    ranks = (*reference.ranks, *other.ranks)
+    chance = next((notes.chance for notes in ranks if notes.chance), [])
+    if not chance or not any(text in reason for text in OF_CHANCE):
+        return reason
+    return _joined(reason.removesuffix(FIND_IT), " and ".join(chance[:MOST_SHOWN]))
+
+
+OF_CHANCE = ("unseeded", "Python's generator", UNKNOWN)  # in reasons that may come from chance
 
 
 def rounding(reference: Evidence, shown_by: str = "fp64 agrees") -> str:
@@ -133,7 +145,7 @@ def _explain_layers(probe: Probe) -> str:
         advice = "leave it out, or keep the size of the micro-batch"
         return f"run.dropout=torch draws per micro-batch, whose size the layout changes; {advice}"
     state = "state that the model keeps outside of its buffers"
-    return f"unknown; check custom autograd functions, and {state}"
+    return f"{UNKNOWN}; check custom autograd functions, and {state}"
 
 
 def _is_close(one: float, other: float) -> bool:

@@ -35,6 +35,7 @@ from trainer.core.rng.philox import Random
 from trainer.core.trainer import active_run
 from trainer.startup_checks import StartupChecks
 from trainer.startup_checks.mismatch import NarrowestDtype
+from trainer.verify.chance import ChanceCalls
 from trainer.verify.evidence import ELEMENTS_OF_A_STEP, Notes, Tensors, probe, rows_of
 
 PROGRESS_FILE = "progress"
@@ -195,8 +196,8 @@ class StepRecorder:
         self._is_stepping = True
         is_alone = task.world.world_size == 1
         mode = NarrowestDtype() if is_alone and not notes.narrowest else None
-        first = nullcontext() if notes.gradients else self._recording_gradients(engine)
-        with mode or nullcontext(), first:
+        is_first = not notes.gradients
+        with mode or nullcontext(), self._recording_first(engine) if is_first else nullcontext():
             outcome = train_step(batch)
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
@@ -219,8 +220,8 @@ class StepRecorder:
         self.notes.rows |= zip(keys, rows_of(inputs, targets, ELEMENTS_OF_A_STEP), strict=True)
 
     @contextmanager
-    def _recording_gradients(self, engine: Engine) -> Iterator[None]:
-        """Record the gradients with which an optimizer makes its first step in the block."""
+    def _recording_first(self, engine: Engine) -> Iterator[None]:
+        """Record what the first step takes from chance, and the gradients that it reduces to."""
 
         def record(*_: object) -> None:
             if not self.notes.gradients:
@@ -230,10 +231,12 @@ class StepRecorder:
         every = engine.optimizers.every
         handles = [optimizer.register_step_pre_hook(record) for optimizer in every]
         try:
-            yield
+            with ChanceCalls() as calls:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+        self.notes.chance = calls.lines
 
     def finish(self, directory: Path | None) -> None:
         """Record, on rank 0, the metrics.jsonl of the run directory."""
