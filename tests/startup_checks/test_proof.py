@@ -39,7 +39,7 @@ OF_STATE = (
     "depends on the other rows of a micro-batch, or on {}, which it changes; compute each row"
 )
 SET = "model or loss depend on {}, which a pass changes and no buffer holds; make it a buffer"
-ITSELF = "{} draws from torch's generator itself ({}), so its draws have no key by example"
+ITSELF = "{} draws from torch's generator itself ({})"
 KERNEL = "{}: {} draws inside its kernel, per micro-batch and not per example"
 PASSES = "changed in each forward pass, of which a step has one for each micro-batch"
 OF_ROWS = "changed by the rows of a micro-batch, not by those of the global batch"

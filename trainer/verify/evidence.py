@@ -133,7 +133,7 @@ class Notes:
     # before the first and the last step: what modules, loss and gradients are for the same rows
     results: list[list[CallDigest]] = field(default_factory=list)
     finding: str = ""  # the first line of the run's own checks
-    chance: list[str] = field(default_factory=list)  # what the first step takes from chance
+    chance: list[str] = field(default_factory=list)  # what a step takes from chance
     narrowest: str = ""  # precision of the narrowest sums of the first step, of a run on one rank
     has_rows: bool = True  # on one of the ranks that train on the same rows
     boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s

@@ -155,6 +155,9 @@ def inspection_of(run: Run) -> StartupChecks:
     return inspection
 
 
+WATCHED = 2  # the 0-based step whose chance is noted: the first ones have the start's checks
+
+
 class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
@@ -196,9 +199,11 @@ class StepRecorder:
         self._is_stepping = True
         is_alone = task.world.world_size == 1
         mode = NarrowestDtype() if is_alone and not notes.narrowest else None
-        is_first = not notes.gradients
-        with mode or nullcontext(), self._recording_first(engine) if is_first else nullcontext():
+        first = nullcontext() if notes.gradients else self._recording_gradients(engine)
+        calls = ChanceCalls() if step == min(WATCHED, run.num_steps - 1) else nullcontext()
+        with mode or nullcontext(), first, calls:
             outcome = train_step(batch)
+        notes.chance = calls.lines if isinstance(calls, ChanceCalls) else notes.chance
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
             note_step(self._folder, step + 1)
@@ -220,8 +225,8 @@ class StepRecorder:
         self.notes.rows |= zip(keys, rows_of(inputs, targets, ELEMENTS_OF_A_STEP), strict=True)
 
     @contextmanager
-    def _recording_first(self, engine: Engine) -> Iterator[None]:
-        """Record what the first step takes from chance, and the gradients that it reduces to."""
+    def _recording_gradients(self, engine: Engine) -> Iterator[None]:
+        """Record the gradients with which an optimizer makes its first step in the block."""
 
         def record(*_: object) -> None:
             if not self.notes.gradients:
@@ -231,12 +236,10 @@ class StepRecorder:
         every = engine.optimizers.every
         handles = [optimizer.register_step_pre_hook(record) for optimizer in every]
         try:
-            with ChanceCalls() as calls:
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-        self.notes.chance = calls.lines
 
     def finish(self, directory: Path | None) -> None:
         """Record, on rank 0, the metrics.jsonl of the run directory."""
