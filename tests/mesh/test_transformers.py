@@ -255,7 +255,7 @@ MASKED = {
 }
 DRAW = (
     "(Wav2Vec2Model|HubertModel|WavLMModel|WhisperModel)[)] draws from numpy's or Python's "
-    r"generator in _compute_mask_indices [(]modeling_\w+[.]py:\d+[)], per micro-batch"
+    r"generator, per micro-batch and not per example"
 )
 
 
