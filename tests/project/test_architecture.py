@@ -66,7 +66,7 @@ FRIENDS = {
     "check": 75,  # a plan builds a run on fake tensors
     "verify": 28,  # it records what a step does
 }
-MOST_NAMES_OF_THE_INTERFACE = 90  # with those of modules that it has as a whole
+MOST_NAMES_OF_THE_INTERFACE = 90  # including names used through the modules that it exports
 FACE = ("__init__", "__main__", "cli", "notebook", "schedule", "tasks", "train", "verbs")
 # Whose modules answer many requests without torch, so they import what loads it where it is used.
 LAZY = (

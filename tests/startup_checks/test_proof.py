@@ -34,7 +34,7 @@ STATE = (
     "{} depends on {}, which it changes and no buffer holds; make it a buffer, or a function of "
     "self.step"
 )
-CHANCE = "{} gives other results each time for the same rows: it draws unseeded numbers, or"
+CHANCE = "{} gives different results each time for the same rows: it draws unseeded numbers, or"
 OF_STATE = (
     "depends on the other rows of a micro-batch, or on {}, which it changes; compute each row"
 )
@@ -146,7 +146,7 @@ NAMED = {
     "LossGuard": MIXED_LOSS,
     "ExpertsOfCapacity": MIXED.format("1 (Routed)"),
     "ScaledByFrequency": BACKWARD.format("table.weight"),
-    "ModelOfDrawsForSubset": "1 (DrawsForSubset) draws for rows that are in another order",
+    "ModelOfDrawsForSubset": "1 (DrawsForSubset) either draws for rows in another order",
     "ModelOfChunks": "1 (DropsInChunks) draws as often as a micro-batch has rows",
     "RecordsDraws": "what self.record('noise') gets depends on the micro-batch: on its other rows, "
     "or on draws without a key by example; record a value of each row",

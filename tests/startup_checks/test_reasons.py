@@ -214,12 +214,14 @@ def of_first_rows_privately(layer, x):
     return x / layer._scale
 
 
-CHANCE = "gives other results each time for the same rows: it draws unseeded numbers, or depends on"
+CHANCE = (
+    "gives different results each time for the same rows: it draws unseeded numbers, or depends on"
+)
 GLOBAL = "draws from numpy's or Python's generator, per micro-batch and not per example"
 STATE = "depends on {}, which it changes and no buffer holds"
 MIXED_STATE = "depends on the other rows of a micro-batch, or on {}, which it changes; compute"
-LATE = "or only later than at the start, which looks for draws, so its draws have no key by"
-ORDER = "draws for rows that are in another order than in the micro-batch"
+LATE = "or first draws after the start has looked for draws: its draws have no key by example"
+ORDER = "draws for rows in another order than in the micro-batch, so that an example gets"
 REASONS = {
     begins_with_calls: STATE.format("1.number"),
     begins_with_steps: LATE,
@@ -273,7 +275,7 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", REASONS)
-def test_a_reason_is_what_an_experiment_shows_and_names_the_code(function, said):
+def test_the_start_names_the_module_and_the_reason(function, said):
     (line,) = [line for line in said[function.__name__] if NOTE in line]
     is_named = f"1 (Layer){' ' * (function is not of_rows_in_drawn_order)}" in line
     assert is_named or function is of_seeded_generator, line

@@ -119,10 +119,13 @@ def closest(name: str, known: Iterable[str], least: float = 0.7) -> str:
     return next(iter(difflib.get_close_matches(name, [*known], n=1, cutoff=least)), "")
 
 
-def did_you_mean(name: str, known: Iterable[str], least: float = 0.7) -> str:
-    """Return advice for a name with a typo, such as `; did you mean resnet18?`, or ""."""
+def did_you_mean(name: str, known: Iterable[str], least: float = 0.7, prefix: str = "") -> str:
+    """Return advice for a name with a typo, such as `; did you mean resnet18?`, or "".
+
+    `prefix` is written before the known name.
+    """
     near = closest(name, known, least)
-    return f"; did you mean {near}?" if near else ""
+    return f"; did you mean {prefix}{near}?" if near else ""
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

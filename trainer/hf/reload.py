@@ -22,7 +22,6 @@ from trainer.base.errors import one_line
 from trainer.base.process.child import end_with_parent
 from trainer.base.process.torch_flags import resolve_vector_functions
 from trainer.base.same.distance import apart
-from trainer.core.api import call
 from trainer.hf.pipelines import check_calls
 
 FOLDER_FACTS = "lockstep.json"  # in the folder: what loads it, and which files were written
@@ -33,7 +32,10 @@ ANSWER = "answer.json"
 @torch.no_grad()
 def outputs_of(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """Return the floating-point tensors that a model returns, by name; caches are left out."""
-    returned = call(model, inputs)
+    if isinstance(inputs, (tuple, list)):
+        returned = model(*inputs)
+    else:
+        returned = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     if isinstance(returned, torch.Tensor):
         returned = {"outputs": returned}
     elif isinstance(returned, (tuple, list)):

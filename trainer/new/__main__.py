@@ -107,7 +107,7 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in NEW_FLAGS and (word.startswith("-") or f"--{flag}" in NEW_FLAGS):
-            near = did_you_mean(flag, NEW_FLAGS, 0.6)
+            near = did_you_mean(flag.lstrip("-"), [each[2:] for each in NEW_FLAGS], prefix="--")
             raise ConfigError(f"{word} is not a flag: allowed are {', '.join(NEW_FLAGS)}{near}")
         if flag not in NEW_FLAGS:
             words.append(word)

@@ -28,7 +28,7 @@ from trainer import Config
 from trainer.base.errors import STOPPED, one_line
 from trainer.base.process import invocation
 from trainer.base.process.child import end_with_parent, signals_passed_on
-from trainer.base.process.table import THREADS, environment_at_start
+from trainer.base.process.table import OMP_NUM_THREADS, environment_at_start
 from trainer.core.api import (
     MARK,
     OF_A_GROUP,
@@ -41,7 +41,7 @@ from trainer.core.api import (
 from trainer.places.ray_cluster import PLACE_POLL_S, Cluster, range_of, say
 
 # Ray's runtime environments have the others
-PASSED_ON = ("PYTHONPATH", invocation.SCRIPT, THREADS)
+PASSED_ON = ("PYTHONPATH", invocation.SCRIPT, OMP_NUM_THREADS)
 LOST_CODE = -signal.SIGKILL  # as the exit code of a rank whose node or actor is gone
 NOT_STARTED = 1
 SIGNAL_S = 0.2  # `ray job stop` kills this process 3 s after its signal by default
@@ -95,7 +95,7 @@ class Place:
         self, words: Sequence[str], variables: Mapping[str, str], folder: str
     ) -> subprocess.Popen[bytes]:
         # Ray sets OMP_NUM_THREADS to the actor's CPUs: only what the user set counts
-        of_ray = {THREADS} - {*environment_at_start()}
+        of_ray = {OMP_NUM_THREADS} - {*environment_at_start()}
         left_out = {*OF_A_GROUP, *of_ray}
         own = {key: value for key, value in os.environ.items() if key not in left_out}
         return subprocess.Popen(  # noqa: S603

@@ -270,7 +270,7 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif word.strip() and not word.startswith("--"):
             commands.append(word)
         elif word.strip() and word != "--resume":
-            near = did_you_mean(word, (JSON, "--resume"), 0.6)
+            near = did_you_mean(word.lstrip("-"), (JSON[2:], "resume"), prefix="--")
             raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
         raise ConfigError(f"""{len(commands)} commands:

@@ -44,19 +44,19 @@ PADDED = (
 STATE = "which it changes and no buffer holds; make it a buffer, or a function of self.step"
 FIND_IT = ", and use python -m trainer.prove to find it"
 CHANCE = (
-    "gives other results each time for the same rows: it draws unseeded numbers, or depends on the"
-    f" clock, a thread or a file; draw with torch.rand{FIND_IT}"
+    "gives different results each time for the same rows: it draws unseeded numbers, or depends on"
+    f" the clock, a thread or a file; draw with torch.rand{FIND_IT}"
 )
 
 
 @dataclass(frozen=True)
 class RecordedPasses:
-    """RecordedPasses over the same rows from the same state, and what is known of them.
+    """Passes over the same rows from the same state, and what is known of them.
 
-    The `first` was made before `whole`, and is the same again; `parts` is in micro-batches. These
-    two are traced. `later` is like `parts`, but goes on from the state that the first one left.
-    `changed` are names of attributes that a pass changed, and `left` those that nothing put back.
-    `is_keyed` if the dry run saw draws, which then have a key by example.
+    `first` and `whole` are the same pass, run twice; `later` and `parts` cut the rows into
+    micro-batches, and `later` starts from the state that `first` left. `whole` and `parts` are
+    traced. `changed` are names of attributes that a pass changed, and `left` those that nothing put
+    back. `is_keyed` if the dry run saw draws, which then have a key by example.
     """
 
     first: PassResult
@@ -83,7 +83,7 @@ def explain(passes: RecordedPasses) -> str:
         why = f"depend on {changed}, which a pass changes and no buffer holds"
         return f"model or loss {why}; make it a buffer, or a function of self.step"
     if mismatch is None:
-        why = "model or loss give other results from time to time"
+        why = "model or loss give different results from time to time"
         return f"{why}; look for rare draws, threads and files"
     if mismatch.kind == "buffer":
         return explain_buffers([mismatch.name], can_rewind=False)
@@ -158,7 +158,7 @@ GLOBAL_DRAWS = (
     " augment, or by torch.rand"
 )
 REORDERED = (
-    "draws for rows that are in another order than in the micro-batch, so that an example gets the"
+    "either draws for rows in another order than in the micro-batch, so that an example gets the"
     " numbers of another one, or mixes rows; draw before they are reordered, and reorder what is"
     " drawn"
 )
@@ -190,7 +190,7 @@ def _explain_call(key: Key, call: Call, passes: RecordedPasses) -> str:
         return f" {why}; draw (rows, ...) and join afterwards"
     if call.has_global_draws:
         return f" {GLOBAL_DRAWS}"
-    return f" {REORDERED}" if call.drawn else ""
+    return f" {REORDERED}" if call.drawn and not passes.changed else ""
 
 
 def _explain_raw(call: Call, is_keyed: bool) -> str:
@@ -200,9 +200,9 @@ def _explain_raw(call: Call, is_keyed: bool) -> str:
     why = f"draws from torch's generator itself ({how})"
     advice = "call torch's functions without these"
     if not is_keyed and not scripted:
-        why += " or only later than at the start, which looks for draws"
+        why += ", or first draws after the start has looked for draws"
         advice += ", and draw from step 1 on, with p=1e-9 at first"
-    return f"{why}, so its draws have no key by example; {advice}"
+    return f"{why}: its draws have no key by example; {advice}"
 
 
 def _draws_of(call: Call) -> int:

@@ -32,8 +32,6 @@ from trainer.startup_checks.rank_agreement import CallDigest, TrialRows, digest
 from trainer.startup_checks.trace import LOSS_NAME, CallTrace, Gathering, describe
 
 Tensors = dict[str, torch.Tensor]
-# As in training; all rows with the key of the first one; or noted though no dry run saw a draw.
-Drawing = Literal["trained", "alike", "noted"]
 Depth = Literal["forward", "graph", "backward"]
 
 
@@ -117,7 +115,6 @@ class SlicedPasses:
         self.subject = subject
         self.depth: Depth = depth
         self._types: AbstractContextManager[Any] = nullcontext()
-        self._drawing: Drawing = "trained"
 
     def run(
         self,
@@ -125,7 +122,6 @@ class SlicedPasses:
         is_traced: bool = False,
         rewinds: bool | None = None,
         types: AbstractContextManager[Any] | None = None,
-        drawing: Drawing = "trained",
         keeps_state: bool = False,
     ) -> PassResult:
         """Run the rows between neighbouring cuts, each a micro-batch, and add the results.
@@ -134,7 +130,6 @@ class SlicedPasses:
         leaves attributes as they were, unless it `keeps_state`.
         """
         self._types = types or nullcontext()
-        self._drawing = drawing
         subject = self.subject
         rewinds = subject.rewinds if rewinds is None else rewinds
         bounds = list(pairwise(cuts))
@@ -162,9 +157,7 @@ class SlicedPasses:
         """Draw for these rows, in backward too, where a model may compute again."""
         subject = self.subject
         indices = subject.rows.indices[first:last]
-        if self._drawing == "alike":
-            indices = subject.rows.indices[:1].repeat(len(indices))
-        with subject.draws.update(subject.name, self._drawing == "noted"):
+        with subject.draws.update(subject.name):
             subject.draws.begin(0, batch_number, indices)
             subject.gathering.begin(batch_number)
             yield

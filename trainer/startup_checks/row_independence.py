@@ -68,7 +68,7 @@ Running = AbstractContextManager[Trial]
 
 @dataclass(frozen=True)
 class FirstPass:
-    """A pass that keeps its state; the names of what it `changed` besides buffers; all `before`."""
+    """The first pass. It `changed` these attributes besides buffers, whose values were `before`."""
 
     passed: PassResult
     changed: Sequence[str]
@@ -288,7 +288,8 @@ class RowIndependenceCheck:
         """Name where parts differ from the whole, from one more pass over each, with traces."""
         subject = passes.subject
         whole = passes.run((0, cuts[-1]), is_traced=True)
-        if not subject.rewinds:  # a step may keep buffers, or give each micro-batch the first ones
+        # run.buffers=per_step would give each micro-batch the buffers of the step's start: try that
+        if not subject.rewinds:
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
             buffers = list_changed(subject.module, whole)
             if rewound is None and buffers:

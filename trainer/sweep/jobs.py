@@ -28,7 +28,7 @@ from trainer.base.errors import STOPPED, ConfigError, RunError, one_line, shorte
 from trainer.base.plain_files import read_json
 from trainer.base.process import child, invocation
 from trainer.base.process.streams import print_table
-from trainer.base.process.table import THREADS
+from trainer.base.process.table import OMP_NUM_THREADS, usable_cores
 from trainer.core.api import SIGNALS, LaunchSettings, Lease, build
 from trainer.core.api import run_directory as rundir
 
@@ -391,13 +391,12 @@ def _divide_machine(slot: int, launch: LaunchSettings) -> dict[str, str]:
     num_slots = launch.jobs
     if num_slots == 1 or launch.name == "ray":  # its ranks run where Ray has room
         return {}
-    from trainer.base.process.table import usable_cores
     from trainer.core.api import count_ranks
 
     told = {}
-    if not os.environ.get(THREADS, "").strip():
+    if not os.environ.get(OMP_NUM_THREADS, "").strip():
         ranks = 1 if launch.name == "inline" else count_ranks(launch.nproc_per_node or "auto")
-        told[THREADS] = str(max(1, usable_cores() // (num_slots * ranks)))
+        told[OMP_NUM_THREADS] = str(max(1, usable_cores() // (num_slots * ranks)))
     devices = _list_visible_gpus()
     each = len(devices) // num_slots
     if devices:  # with more jobs than GPUs, several share one

@@ -1,4 +1,4 @@
-"""Sources of chance in a step, which no seed of the run decides: where the code draws by them."""
+"""The task's functions that depend on chance: other generators, threads, the clock, files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from trainer.core.rng import global_rngs
 from trainer.core.state.outside import LIBRARY
 
-# By how much they tell: code may well read the clock or a file without using it.
+# The strongest evidence first: code may well read the clock or a file without using it.
 TEXTS = {
     "unseeded": "{} draws unseeded random numbers",
     "global": "{} draws from numpy's or Python's generator",

@@ -125,7 +125,7 @@ class Notes:
         default_factory=dict
     )  # of augmented examples, by "<epoch>/<index>"
     rows: dict[str, Row] = field(default_factory=dict)  # their first elements
-    gradients: Tensors = field(default_factory=dict)  # of the first step of an optimizer
+    gradients: Tensors = field(default_factory=dict)  # of an optimizer's first step, after clipping
     first_weights: Tensors = field(default_factory=dict)
     last_weights: Tensors = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0

@@ -19,24 +19,33 @@ UNKNOWN = "unknown"
 
 def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
     """Return the likely reason, from the probes of all ranks and from the first difference."""
-    reason = (
-        _explain_data(reference, other)
-        or next((notes.finding for notes in other.ranks if notes.finding), "")
-        or _explain_first_weights(reference, other)
+    if why := _explain_data(reference, other):
+        return why
+    chance = next((notes.chance for notes in (*reference.ranks, *other.ranks) if notes.chance), [])
+    if why := next((notes.finding for notes in other.ranks if notes.finding), ""):
+        return _with_chance(why, chance)
+    return (
+        _explain_first_weights(reference, other)
         or _explain_augmentation(reference, other)
-        or _explain_results(reference, other)
-        or _explain_place(reference, other, group, where)
-        or reference.ranks[0].finding
-        or _explain_layers(other.probes[0])
+        or _with_chance(
+            _explain_results(reference, other)
+            or _explain_place(reference, other, group, where)
+            or reference.ranks[0].finding
+            or _explain_layers(other.probes[0]),
+            chance,
+        )
     )
-    ranks = (*reference.ranks, *other.ranks)
-    chance = next((notes.chance for notes in ranks if notes.chance), [])
-    if not chance or not any(text in reason for text in OF_CHANCE):
+
+
+# In reasons that may be chance within a step
+OF_CHANCE = (FIND_IT, "Python's generator", "or clock", "on chance", UNKNOWN)
+
+
+def _with_chance(reason: str, chance: Sequence[str]) -> str:
+    """Add to a reason the functions of a step that depend on chance, if they may be the cause."""
+    if not any(text in reason for text in OF_CHANCE):
         return reason
     return _joined(reason.removesuffix(FIND_IT), " and ".join(chance[:MOST_SHOWN]))
-
-
-OF_CHANCE = ("unseeded", "Python's generator", UNKNOWN)  # in reasons that may come from chance
 
 
 def rounding(reference: Evidence, shown_by: str = "fp64 agrees") -> str:
@@ -267,7 +276,7 @@ def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
     one, two = reference.ranks[0], other.ranks[0]
     for name, tensor in one.gradients.items():
         if two.gradients and not torch.equal(tensor, two.gradients[name]):
-            return f"{name} (gradients of step 1)"
+            return f"{name} (gradients of the first update)"
     for name, tensor in one.last_weights.items():
         if not torch.equal(tensor, two.last_weights[name]):
             return name

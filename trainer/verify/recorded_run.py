@@ -200,10 +200,10 @@ class StepRecorder:
         is_alone = task.world.world_size == 1
         mode = NarrowestDtype() if is_alone and not notes.narrowest else None
         first = nullcontext() if notes.gradients else self._recording_gradients(engine)
-        calls = ChanceCalls() if step == min(WATCHED, run.num_steps - 1) else nullcontext()
-        with mode or nullcontext(), first, calls:
+        calls = ChanceCalls() if step == min(WATCHED, run.num_steps - 1) else None
+        with mode or nullcontext(), first, calls or nullcontext():
             outcome = train_step(batch)
-        notes.chance = calls.lines if isinstance(calls, ChanceCalls) else notes.chance
+        notes.chance = calls.lines if calls is not None else notes.chance
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
             note_step(self._folder, step + 1)

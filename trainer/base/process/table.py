@@ -1,4 +1,4 @@
-"""Other processes as the kernel sees them (Linux), and signals to them."""
+"""Processes and cores as the kernel reports them (Linux), and signals to processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-THREADS = "OMP_NUM_THREADS"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
 # The system call tgkill, which the C library of older Linux distributions does not offer.
 TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.base.process.table import THREADS, environment_at_start
+from trainer.base.process.table import OMP_NUM_THREADS, environment_at_start
 from trainer.core.distributed.launchers import MARK
 
 OF_TORCHRUN = "1"  # what torchrun sets for its ranks if the user set nothing
@@ -20,10 +20,10 @@ def is_chosen(environment: Mapping[str, str] = os.environ) -> bool:
     torchrun sets it to 1 for its ranks unless it is set. A rank finds out in the environment with
     which torchrun's agent was started. Without /proc a 1 counts as torchrun's.
     """
-    value = environment.get(THREADS, "").strip()
+    value = environment.get(OMP_NUM_THREADS, "").strip()
     if not value or _RUN not in environment or MARK in environment or value != OF_TORCHRUN:
         return bool(value)
-    return bool(_environment_of_agent(environment).get(THREADS, "").strip())
+    return bool(_environment_of_agent(environment).get(OMP_NUM_THREADS, "").strip())
 
 
 def _environment_of_agent(environment: Mapping[str, str]) -> dict[str, str]:

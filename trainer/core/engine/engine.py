@@ -136,7 +136,7 @@ class Engine:
         if self.inspection.is_due or name not in self._begun:
             self._inspect(name, loss)
 
-        # For each micro-batch: forward, loss and backward, whose gradients are added up.
+        # Forward, loss and backward of each micro-batch; gradients are sums over these and ranks.
         objective = self.objectives[name]
         others = () if optimizers is None else self.optimizers.find_others(optimizers)
         update_loss = objective.of(self.recorder.watched(loss, name), others)
@@ -146,13 +146,13 @@ class Engine:
         for parameter in others:
             parameter.grad = None
 
-        # Reduce: from here on each gradient is that of the mean over the global batch.
+        # Divide: from here on each gradient is that of the mean over the global batch.
         factor = objective.factor(totals) if objective.is_weighted else None
         found_inf = parts.precision.unscale(strategy.tensors.gradients(), factor)
         wants_norm = self.step.is_logged or norms.limit is not None
         if wants_norm or strategy.divides_gradients:
             found_inf, norm = strategy.reduce(found_inf, wants_norm)
-            if norm is not None:
+            if wants_norm and norm is not None:
                 norms.note_and_clip(name, strategy.tensors.trained, norm)
 
         # Step, or put back what the skipped update has changed.

@@ -86,13 +86,10 @@ class ExampleRng(TorchFunctionMode):
         """Return True if this update needs no dry run."""
         return name in self.traces.used or not self.is_by_example
 
-    def update(self, name: str, is_noted: bool = False) -> AbstractContextManager[None]:
-        """Draw by example during one update; skip the mode if its dry run saw no draw.
-
-        With `is_noted` the mode is entered in any case, so that draws that begin late are noted.
-        """
+    def update(self, name: str) -> AbstractContextManager[None]:
+        """Draw by example during one update; skip the mode if its dry run saw no draw."""
         self._update = name
-        return self._entered() if is_noted or self.traces.used.get(name) else _WITHOUT_DRAWS
+        return self._entered() if self.traces.used.get(name) else _WITHOUT_DRAWS
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

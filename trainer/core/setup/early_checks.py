@@ -147,7 +147,6 @@ def check_run(config: Config, world: World) -> None:
     check_target(config.schedule, "schedule", config.packages)
 
 
-@uncollected()
 def check_job(config: Config, world: World, is_here: bool) -> None:
     """Run the early checks of a run that another process will train, on this machine or not."""
     if is_here:
@@ -155,6 +154,7 @@ def check_job(config: Config, world: World, is_here: bool) -> None:
     try_optimizer(config)
 
 
+@uncollected()
 def try_optimizer(config: Config) -> None:
     """Last early check: build torch's optimizer, which checks its arguments, in a second."""
     if config.optim["_target_"] in FUSED:
