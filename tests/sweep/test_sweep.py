@@ -14,7 +14,6 @@ from harness.training import compose
 
 from trainer import ConfigError, load_config
 from trainer.base.errors import RunError
-from trainer.base.process import table
 from trainer.core.config.compose import parse
 from trainer.sweep import __main__ as main
 from trainer.sweep import jobs, study
@@ -422,7 +421,7 @@ def test_nothing_is_submitted_again_while_squeue_is_unsure(squeue, tmp_path, mon
 
 
 def test_jobs_of_a_sweep_divide_the_cores_by_jobs_and_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr(table, "usable_cores", lambda: 16)
+    monkeypatch.setattr(jobs, "usable_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS")
     launch = compose(tmp_path, "task=tiny").launch
 
