@@ -16,6 +16,7 @@ from harness.internals import checkpoint
 
 from faults.common import Row, Shape, folder, random_of
 from trainer.base.errors import CheckpointError
+from trainer.base.plain_files import digest_json
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096
 SHARDS = ("model-r00000.safetensors", "model-r00001.safetensors")
@@ -116,7 +117,7 @@ def _refit(path: Path, chance: random.Random) -> None:
         files[one], files[other] = files[other], files[one]
     else:
         files["other.pt"] = dict(files[name])
-    manifest["sha256"] = checkpoint.digest(manifest)
+    manifest["sha256"] = digest_json(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.command import Command
-from harness.internals import checkpoint
 from harness.training import CONF
 
 from faults.common import Row, folder, random_of
+from trainer.base.plain_files import digest_json
 
 RUN = "runs/tiny/a"
 CANARY = "canary"  # a module on the path, which leaves a file when it is imported
@@ -221,7 +221,7 @@ def _change_checkpoint(run: Path, chance: random.Random) -> str:
                 entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     with suppress(ValueError):
         manifest.pop("sha256", None)
-        manifest["sha256"] = checkpoint.digest(manifest)
+        manifest["sha256"] = digest_json(manifest)
     (path / "manifest.json").write_bytes(_dump(manifest, raw))
     return f"{name}: {words}"
 
@@ -260,7 +260,7 @@ def _claim_much(run: Path, chance: random.Random) -> str:
     elif kind == "ranks":
         manifest["world_size"] = 10 ** chance.choice([6, 9, 18])
     del manifest["sha256"]
-    manifest["sha256"] = checkpoint.digest(manifest)
+    manifest["sha256"] = digest_json(manifest)
     (aim / "manifest.json").write_text(json.dumps(manifest))
     return f"claims many {kind}"
 

@@ -14,6 +14,7 @@ import pytest
 from harness import CONF, on_ranks
 from harness.fences import open_fence
 
+from trainer.base.plain_files import digest_json
 from trainer.core.checkpoints import transaction
 from trainer.core.config.compose import load_config
 from trainer.places.bucket import Bucket
@@ -45,7 +46,7 @@ def save(root, step, fill=b"x"):
         "files": files,
         "metrics": metrics,
     }
-    text = {**facts, "sha256": transaction.digest(facts)}
+    text = {**facts, "sha256": digest_json(facts)}
     (path / "manifest.json").write_text(json.dumps(text))
     return path
 

@@ -209,9 +209,10 @@ def names_of_the_core(companion: str) -> set[tuple[str, str]]:
 
 
 def test_companions_know_the_core_by_its_interface():
-    for companion in COMPANIONS.keys() - FRIENDS.keys():
-        beside = {name for name in names_of_the_core(companion) if name[0] != INTERFACE}
-        assert not beside, f"{companion}: import {beside} from {INTERFACE}, or do without"
+    for path in FILES:
+        for name, line in imports(TREES[path]) if unit(path) in COMPANIONS.keys() - FRIENDS else ():
+            is_inside = name.startswith("trainer.core") and name != INTERFACE
+            assert not is_inside, f"{path}:{line}: import {name} from {INTERFACE}, or do without"
 
 
 def test_the_interface_has_few_names_and_each_is_used():

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tiny import Tiny
 
 from trainer.base.errors import ConfigError
+from trainer.base.plain_files import digest_json
 from trainer.core.checkpoints import disk, transaction
 from trainer.pages.charts import overlay
 from trainer.show.__main__ import main as compare
@@ -128,7 +129,7 @@ def flip_bit(checkpoint, name, bit=20):
     size, digest = disk.digest_file(path, 2**40)
     raw["files"][path.name] |= {"bytes": size, "sha256": digest}
     raw.pop("sha256")
-    raw["sha256"] = transaction.digest(raw)
+    raw["sha256"] = digest_json(raw)
     (checkpoint / "manifest.json").write_text(json.dumps(raw))
 
 

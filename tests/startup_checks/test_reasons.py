@@ -253,9 +253,12 @@ REASONS = {
 }
 
 
+def layer_of(function):
+    return type("Layer", (Layer,), {"function": staticmethod(function)})
+
+
 def task_of(function):
-    layer = type("Layer", (Layer,), {"function": staticmethod(function)})
-    return type("Task", (Tiny,), {"build_model": lambda task: net(layer(task))})
+    return type("Task", (Tiny,), {"build_model": lambda task: net(layer_of(function)(task))})
 
 
 @pytest.fixture(scope="module")
@@ -472,26 +475,33 @@ BY_VERIFY = {
 }
 
 
+def difference(prove, task, steps):  # noqa: F811
+    """Return the line about two ranks, which differ."""
+    code, out = prove(task, "layouts=ranks-2", f"steps={steps}")
+    (line,) = [line for line in out.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: ")]
+    assert code == 1, line
+    return line
+
+
 @pytest.mark.parametrize("task", BY_VERIFY)
 def test_verify_names_the_module_that_depends_on_the_layout(task, prove):  # noqa: F811
-    code, out = prove(task, "layouts=ranks-2", "steps=5")
-    (line,) = [line for line in out.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: ")]
-    assert code == 1 and BY_VERIFY[task] in line, line
+    line = difference(prove, task, 5)
+    assert BY_VERIFY[task] in line, line
 
 
 class OfTheClock(Tiny):
     def build_model(self):
-        return net(type("Layer", (Layer,), {"function": staticmethod(by_clock)})(self))
+        return net(layer_of(by_clock)(self))
 
 
 class OfANewGenerator(Tiny):
     def build_model(self):
-        return net(type("Layer", (Layer,), {"function": staticmethod(by_new_generator)})(self))
+        return net(layer_of(by_new_generator)(self))
 
 
 class OfNumpy(Tiny):
     def build_model(self):
-        return net(type("Layer", (Layer,), {"function": staticmethod(by_numpy)})(self))
+        return net(layer_of(by_numpy)(self))
 
 
 BY_CHANCE = {
@@ -503,6 +513,5 @@ BY_CHANCE = {
 
 @pytest.mark.parametrize("task", BY_CHANCE)
 def test_verify_names_the_line_that_takes_something_from_chance(task, prove):  # noqa: F811
-    code, out = prove(task, "layouts=ranks-2", "steps=3")
-    (line,) = [line for line in out.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: ")]
-    assert code == 1 and re.search(re.escape(BY_CHANCE[task]).replace(r"\{\}", r"\d+"), line), line
+    line = difference(prove, task, 3)
+    assert re.search(re.escape(BY_CHANCE[task]).replace(r"\{\}", r"\d+"), line), line

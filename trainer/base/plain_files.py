@@ -125,6 +125,11 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
+def digest_json(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of values as JSON, in any order of their names."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that JSON does not have by None, in nested mappings too."""
     plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}

@@ -37,7 +37,7 @@ from trainer.cli import WAIT_S, load_task
 from trainer.core.config.compose import load_config
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.group import Group, find_sharing, process_group
-from trainer.core.distributed.launchers import MASTER, Launcher
+from trainer.core.distributed.launchers import Launcher
 from trainer.core.distributed.rendezvous import check_init, choose_backend, meet, part
 from trainer.core.distributed.watch.phases import name_ranks
 from trainer.core.distributed.world import World
@@ -370,7 +370,7 @@ def load(overrides: Sequence[str], config_dirs: Sequence[str]) -> Task:
     world = task.world
     if config.launch.name == "ray":  # this process is not one of the ranks
         least = range_of(config.launch)[0]
-        meeting = Launcher("ray", dict(zip(MASTER, ("localhost", "1"), strict=True)))
+        meeting = Launcher.on_this_machine("ray")
         world = replace(world, world_size=least, local_world_size=least, launcher=meeting)
     check_layout(config, world)
     if choose_backend(config.dist, task.world) == "mpi":

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from trainer.base.codec import name_of
 from trainer.base.errors import ConfigError, RunError, message_of, one_line
+from trainer.base.model_calls import call_plainly
 from trainer.core.micro_batch import Rows, slice_rows
 
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -184,13 +185,6 @@ def _form(leaf: Any) -> str:
 
 
 # The model ----------------------------------------------------------------------------------------
-
-
-def call_plainly(model: nn.Module, inputs: Any) -> Any:
-    """Call `model`, and explain nothing."""
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def explain_model(

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trainer.core.blame import call_plainly, explain_hook, explain_model, is_explained
+from trainer.base.model_calls import call_plainly
+from trainer.core.blame import explain_hook, explain_model, is_explained
 from trainer.core.micro_batch import Rows
 
 Returned = TypeVar("Returned")

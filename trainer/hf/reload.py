@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trainer.base.errors import one_line
+from trainer.base.model_calls import call_plainly
 from trainer.base.process.child import end_with_parent
 from trainer.base.process.torch_flags import resolve_vector_functions
 from trainer.base.same.distance import apart
@@ -32,10 +33,7 @@ ANSWER = "answer.json"
 @torch.no_grad()
 def outputs_of(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """Return the floating-point tensors that a model returns, by name; caches are left out."""
-    if isinstance(inputs, (tuple, list)):
-        returned = model(*inputs)
-    else:
-        returned = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    returned = call_plainly(model, inputs)
     if isinstance(returned, torch.Tensor):
         returned = {"outputs": returned}
     elif isinstance(returned, (tuple, list)):

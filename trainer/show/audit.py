@@ -6,8 +6,6 @@ store. The audit recomputes the chain from the seed and the size of the data.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.base.errors import ConfigError, counted, visible
+from trainer.base.plain_files import digest_json
 from trainer.core.api import OF_MODEL, Manifest, Sampling, chains_of, read_sampling
 from trainer.core.api import run_directory as rundir
 from trainer.core.api import transaction as checkpoint
@@ -227,8 +226,7 @@ def _name_frozen(frozen: Mapping[str, Any]) -> list[str]:
     if not shapes:
         return []
     elements = sum(map(math.prod, shapes))
-    digest = hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
-    held = f"its digests of them are {digest[:16]}"
+    held = f"its digests of them are {digest_json(frozen)[:16]}"
     named = f"{counted(len(shapes), 'tensor')} of {elements:,} elements"
     return [f"{named} did not train and are not in the checkpoint: build_model makes them; {held}"]
 

@@ -40,7 +40,6 @@ PADDED = (
     " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
 
-
 STATE = "which it changes and no buffer holds; make it a buffer, or a function of self.step"
 FIND_IT = ", and use python -m trainer.prove to find it"
 CHANCE = (
@@ -111,13 +110,14 @@ def _explain_state(
     return f"{where} depends on {changed}, {STATE}"
 
 
-def explain_untraced(mismatch: Mismatch) -> str:
-    """Return the line about a difference in a model whose modules could not be traced."""
+def explain_untraced(mismatch: Mismatch, written: str) -> str:
+    """Return the line about a difference in a model whose modules could not be traced.
+
+    `written` is a parameter that its forward passes changed, empty if there is none.
+    """
     if mismatch.kind == "buffer":
         return explain_buffers([mismatch.name], can_rewind=False)
-    return (
-        explain_written(mismatch.name) if mismatch.kind == "parameter" else explain_loss(mismatch)
-    )
+    return explain_written(written) if written else explain_loss(mismatch)
 
 
 def explain_loss(mismatch: Mismatch) -> str:

@@ -278,7 +278,7 @@ class RowIndependenceCheck:
             try:
                 return self._name(passes, pair, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
-                return CheckResult(explain_untraced(mismatch))
+                return CheckResult(explain_untraced(mismatch, find_written(whole, parts, limit)))
         if pair.counted.names:
             line = explain_counters(pair.counted, dict(subject.module.named_buffers()))
             return CheckResult(line, "micro-batches" * (pair.counted.is_of_passes and not is_fixed))

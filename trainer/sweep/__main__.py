@@ -133,8 +133,7 @@ def _as_rank_0(job: Job, config: Config) -> Any:
     ranks = 1
     if config.launch.name != "inline":
         ranks = count_ranks(config.launch.nproc_per_node or "auto")
-    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    launcher = Launcher(config.launch.name, master)
+    launcher = Launcher.on_this_machine(config.launch.name)
     name = Path(job.directory).name
     run = replace(config.run, name=name, resume=config.run.resume or "auto")
     world = World(world_size=ranks, local_world_size=ranks, launcher=launcher)

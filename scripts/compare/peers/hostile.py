@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.core.checkpoints.transaction import MANIFEST, digest
+from trainer.base.plain_files import digest_json
+from trainer.core.checkpoints.transaction import MANIFEST
 
 
 class Hostile:
@@ -42,5 +43,5 @@ def seal(file: Path) -> None:
     content = file.read_bytes()
     entry = manifest["files"][file.name]
     entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["sha256"] = digest({k: v for k, v in manifest.items() if k != "sha256"})
+    manifest["sha256"] = digest_json({k: v for k, v in manifest.items() if k != "sha256"})
     place.write_text(json.dumps(manifest))

@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 
 from trainer.base.durable_files import sync_directory, write_file
 from trainer.base.errors import CheckpointError, ConfigError
-from trainer.base.plain_files import MOST_OF_JSON, parse_json, read_file
+from trainer.base.plain_files import MOST_OF_JSON, digest_json, parse_json, read_file
 from trainer.core.checkpoints.disk import FileContents
 from trainer.core.config.saved_config import MANIFEST
 from trainer.core.config.schema import CheckpointSettings
@@ -154,7 +154,7 @@ def parse_manifest(data: bytes, path: Path, name: str = "") -> dict[str, Any]:
             has format {manifest.get("format")}, this version reads format {CHECKPOINT_FORMAT}""")
     if not is_well_formed or not match or manifest.get("step") != int(match[1]):
         raise CheckpointError(f"{manifest_path}: does not belong to this checkpoint")
-    if manifest.pop("sha256", None) != digest(manifest):
+    if manifest.pop("sha256", None) != digest_json(manifest):
         raise CheckpointError(f"""{manifest_path}:
             its SHA-256 differs from the one stored in it, so it has changed""")
     return manifest
@@ -170,11 +170,6 @@ def _is_well_formed(manifest: Any) -> bool:
     values = manifest.get("metrics", {}).values()
     are_numbers = all(type(value) in (int, float, type(None)) for value in values)
     return are_numbers and all(isinstance(manifest.get(k, {}), dict) for k in ("config", "data"))
-
-
-def digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest that does not contain `sha256` itself."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 LISTING_TRIES = 100  # to list checkpoints, while a run removes all that were listed
@@ -254,7 +249,7 @@ def publish(
 
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
+    text = json.dumps({**manifest, "sha256": digest_json(manifest)}, indent=1)
     if len(text) > MOST_OF_JSON:
         raise CheckpointError(f"""{folder.parent}: cannot be saved, its manifest
             has {len(text):,} bytes, and at most {MOST_OF_JSON:,} can be read; repair or remove

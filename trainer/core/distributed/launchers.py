@@ -60,6 +60,11 @@ class Launcher:
     starters: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def on_this_machine(cls, name: str) -> Launcher:
+        """Return a launcher for checks of ranks that meet here; nothing is started or opened."""
+        return cls(name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
+
     def place(self) -> tuple[int, int, int, int, int, int]:
         """Return (rank, local rank, node rank, world size, local world size, number of nodes).
 
