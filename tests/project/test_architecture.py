@@ -64,7 +64,7 @@ FRIENDS = {
     "mesh": 80,  # strategies: a step runs through them
     "startup_checks": 56,  # they run parts of a step
     "check": 75,  # a plan builds a run on fake tensors
-    "verify": 28,  # it records what a step does
+    "verify": 27,  # it records what a step does
 }
 MOST_NAMES_OF_THE_INTERFACE = 90  # including names used through the modules that it exports
 FACE = ("__init__", "__main__", "cli", "notebook", "schedule", "tasks", "train", "verbs")
@@ -525,11 +525,11 @@ KNOWN = {
     ),  # of a shard of FSDP, and of the whole that its owner steps
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
-    "tensor.data",  # of one that a pass has cast in place
+    "value.data",  # of one that a pass has cast in place
     *("sys.excepthook", "os._exit", "builtins.open", "io.open"),  # replaced while they are watched
     *("sys.argv", "sys.stdout"),
     "parser.exit_on_error",
-    "cell.cell_contents",  # of a closure, restored after a trial
+    "self._cells[key].cell_contents",  # of a closure, restored after a trial
 }
 
 OWN_NAMES = {

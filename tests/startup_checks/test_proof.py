@@ -17,7 +17,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError
-from trainer.core.state import keep_attributes
+from trainer.core.state.sandbox import keep_attributes
 from trainer.core.strategy.modules import dry_run
 from trainer.core.strategy.modules.dry_run import WEIGHT_NOISE, perturb
 from trainer.startup_checks import passes, row_independence
@@ -63,7 +63,7 @@ NAMED = {
     "ThresholdInModule": COUNTED.format("PASSES"),
     "ThresholdInClass": COUNTED.format("CountsInClass.passes"),
     "ThresholdInLoss": COUNTED.format("self.calls"),
-    "ThresholdInClosure": COUNTED.format("counting_hook.<locals>.hook.number"),
+    "ThresholdInClosure": COUNTED.format("number of counting_hook.hook"),
     "ThresholdInIterator": COUNTED.format("NUMBERS"),
     "ThresholdInEnvironment": COUNTED.format("os.environ['PASSES']"),
     "ThresholdInAugment": "when it is read again: it depends on self.calls, which reading changes",

@@ -245,7 +245,7 @@ REASONS = {
     of_iterator: STATE.format("1.numbers"),
     of_closure: STATE.format("number of count"),
     of_function: STATE.format("bump.number"),
-    of_environment: STATE.format("os.environ"),
+    of_environment: STATE.format("os.environ['PASSES']"),
     of_unseeded_generator: STATE.format("1.unseeded"),
     of_seeded_generator: "model or loss depend on 1.seeded, which a pass changes and no",
     of_first_rows: MIXED_STATE.format("1.scale"),

@@ -2,9 +2,9 @@
 
 import difflib
 import re
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
+
+from trainer.base.python_code import place_in
 
 INDENT = re.compile(r"\n {8,}")  # of a text in a statement; a value has its own line breaks
 
@@ -101,17 +101,9 @@ def describe_with_place(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return `file.py:12`, where an exception was raised: the last frame outside the stdlib."""
-    library = str(Path(traceback.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" in frame.filename or not frame.filename.startswith((library, "<"))
-    ]
-    if not frames:
-        return "an unknown place"
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    step = error.__traceback__
+    line = place_in(step, "user", "installed", "torch", "lockstep") or place_in(step, "python")
+    return line or "an unknown place"
 
 
 def closest(name: str, known: Iterable[str], least: float = 0.7) -> str:

@@ -20,8 +20,8 @@ from torch import nn
 from trainer.base.codec import bytes_of
 from trainer.base.errors import ConfigError
 from trainer.core.distributed.world import RankGroup, World
-from trainer.core.state import keep_generators, sandbox
-from trainer.core.state.outside import HOOKS
+from trainer.core.state.sandbox import keep_generators, sandbox
+from trainer.core.state.scopes import HOOKS
 from trainer.core.strategy.modules.tensor_memory import ActivationCheckpoint, find_narrow
 from trainer.core.strategy.structure import check_divisible, without_values
 from trainer.core.strategy.tensor_shards import Shard, join_boxes, list_boxes, replace_tensors

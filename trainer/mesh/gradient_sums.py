@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.base.errors import ConfigError
+from trainer.base.errors import ConfigError, place_of
+from trainer.base.python_code import place_in
 from trainer.core.distributed.world import RankGroup
 from trainer.core.rng.functions import REOPENED
 from trainer.core.strategy.base import ModelSpec
@@ -123,19 +122,8 @@ def _gradients_checked() -> Iterator[None]:
 
 
 def _task_line(error: BaseException) -> str:
-    """Return `file.py:12`, the last line outside of torch, this package and the stdlib."""
-    package = str(Path(__file__).parents[1])
-    library = str(Path(traceback.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    others = [f for f in frames if not f.filename.startswith((package, "<"))]
-    own = [
-        frame
-        for frame in others
-        if "/torch/" not in frame.filename
-        and ("site-packages" in frame.filename or not frame.filename.startswith(library))
-    ]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    """Return `file.py:12`, the last line outside of torch, this package and Python's own."""
+    return place_in(error.__traceback__, "user", "installed") or place_of(error)
 
 
 Stages = tuple[int, ...]

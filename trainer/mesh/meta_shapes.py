@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.core.state import Restore
+from trainer.core.state.sandbox import Restore
 
 _PLAIN = {type(None), bool, int, float, complex, str}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}

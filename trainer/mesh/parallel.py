@@ -23,7 +23,7 @@ from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows, take_rows
-from trainer.core.state import BufferCopies, keep_passes, sandbox
+from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.mesh_sizes import Mesh
 from trainer.core.strategy.modules.batchnorm import FunctionalBatchNorm

@@ -14,7 +14,7 @@ from trainer.base.errors import ConfigError, counted
 from trainer.core.config.typed import show
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows
-from trainer.core.state import sandbox
+from trainer.core.state.sandbox import sandbox
 from trainer.core.strategy.base import ModelSpec
 from trainer.core.strategy.mesh_sizes import SHARDED, WHOLE, Mesh
 from trainer.core.strategy.modules.batchnorm import has_batchnorm

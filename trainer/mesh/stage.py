@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainer.base.errors import ConfigError, one_line
 from trainer.core.hook_calls import call
 from trainer.core.rng.forward import ExampleRng
-from trainer.core.state import sandbox
+from trainer.core.state.sandbox import sandbox
 from trainer.core.strategy.modules.dry_run import DispatchMode, FlopCounter, hooked, uncounted
 from trainer.mesh.loss_parallel import ABOUT
 from trainer.mesh.meta_shapes import compute_shapes, keep_modules, to_meta

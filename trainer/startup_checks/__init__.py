@@ -17,15 +17,10 @@ from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.trial import Inspection
-from trainer.core.state import keep_attributes, keep_modes, sandbox
+from trainer.core.state.sandbox import keep_attributes, keep_modes, sandbox
 from trainer.core.strategy.modules.batchnorm import describe_cut_statistics, has_plain_batchnorm
 from trainer.core.strategy.modules.dry_run import is_large
-from trainer.startup_checks.counters import (
-    Counters,
-    digest_snapshot,
-    find_unequal,
-    take_snapshot,
-)
+from trainer.startup_checks.counters import Counters
 from trainer.startup_checks.rank_agreement import (
     CallDigest,
     CheckResult,
@@ -42,8 +37,15 @@ from trainer.startup_checks.rank_agreement import (
     gather_unequal,
 )
 from trainer.startup_checks.row_independence import RowIndependenceCheck
+from trainer.startup_checks.snapshots import (
+    AttributeSnapshot,
+    digest_snapshot,
+    find_unequal,
+    held_by,
+    take_snapshot,
+)
 from trainer.startup_checks.step_checks import TRIED_STEPS, StepChecks
-from trainer.startup_checks.unsaved import AttributeSnapshot, UnsavedState, held_by
+from trainer.startup_checks.unsaved import UnsavedState
 
 MESH = "ranks of the mesh"
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are checked again

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from trainer.base.python_code import owner_of
 from trainer.base.same import BY_HAND, SMALL, relative
 from trainer.base.same.distance import apart, norms_apart, sketch
 from trainer.core.strategy.modules.dry_run import DispatchMode
@@ -151,7 +152,6 @@ def find_late_hook(module: nn.Module) -> str:
     """Return a parameter with a hook of the user's that no pass here can call, or ""."""
     for name, parameter in module.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        own = ("trainer.", "torch.")
-        if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
+        if any(owner_of(hook) not in ("torch", "lockstep") for hook in hooks.values()):
             return name
     return ""

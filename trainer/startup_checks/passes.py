@@ -25,7 +25,7 @@ from trainer.core.engine.values import Values, sum_up, weigh_all
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows
 from trainer.core.rng.forward import ExampleRng
-from trainer.core.state import keep_attributes, keep_generators, keep_tensors, sandbox
+from trainer.core.state.sandbox import keep_attributes, keep_generators, keep_tensors, sandbox
 from trainer.core.strategy.modules.dry_run import perturb
 from trainer.core.strategy.tensor_shards import replace_tensors
 from trainer.startup_checks.rank_agreement import CallDigest, TrialRows, digest

@@ -20,7 +20,7 @@ from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed.group import Group
 from trainer.core.micro_batch import copied
 from trainer.core.rng import seed_step
-from trainer.core.state import keep_generators, sandbox
+from trainer.core.state.sandbox import keep_generators, sandbox
 
 CallDigest = tuple[str, list[float], list[float]]  # of a module's name, what it got and made
 DIGESTS = 4  # numbers of a pass

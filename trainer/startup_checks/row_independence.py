@@ -19,7 +19,7 @@ from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.trial import Trial
-from trainer.core.state import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
+from trainer.core.state.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.core.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
 from trainer.core.strategy.modules.dry_run import LARGE_BYTES, Alone, is_large
 from trainer.core.strategy.structure import PROVED_BYTES
@@ -56,8 +56,8 @@ from trainer.startup_checks.rank_agreement import (
     count_rows_to_try,
     list_cuts,
 )
+from trainer.startup_checks.snapshots import AttributeSnapshot, state_of
 from trainer.startup_checks.trace import Gathering
-from trainer.startup_checks.unsaved import AttributeSnapshot, state_of
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32

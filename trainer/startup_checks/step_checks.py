@@ -19,11 +19,6 @@ from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.trial import Trial
 from trainer.core.strategy.modules.batchnorm import has_batch_statistics
-from trainer.startup_checks.counters import (
-    Snapshot,
-    digest_snapshot,
-    find_unequal,
-)
 from trainer.startup_checks.mismatch import NarrowestDtype
 from trainer.startup_checks.rank_agreement import (
     CheckResult,
@@ -31,6 +26,7 @@ from trainer.startup_checks.rank_agreement import (
     find_first,
     gather_unequal,
 )
+from trainer.startup_checks.snapshots import Snapshot, digest_snapshot, find_unequal
 from trainer.startup_checks.unsaved import FirstValues
 from trainer.startup_checks.whole_step import (
     StepTrial,

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.base.process.streams import MutedStream
-from trainer.base.python_code import names_in
+from trainer.base.python_code import names_in, owner_of
 from trainer.core.data.batches import LocalBatch
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
@@ -34,7 +34,7 @@ from trainer.core.engine.step import Outcome
 from trainer.core.engine.trial import Trial
 from trainer.core.micro_batch import copied
 from trainer.core.rng import seed_step
-from trainer.core.state import (
+from trainer.core.state.sandbox import (
     keep_attributes,
     keep_generators,
     keep_hooks,
@@ -45,7 +45,6 @@ from trainer.core.state import (
     sandbox,
 )
 from trainer.core.strategy.modules.batchnorm import batchnorm_in_evaluation
-from trainer.startup_checks.counters import Snapshot, find_different, take_snapshot
 from trainer.startup_checks.mismatch import are_sums_equal, compare
 from trainer.startup_checks.passes import (
     PassResult,
@@ -55,6 +54,7 @@ from trainer.startup_checks.passes import (
     restore_buffers,
     run_pass,
 )
+from trainer.startup_checks.snapshots import Snapshot, find_different, take_snapshot
 
 RATE = 0.01  # of a trial's update: the part of the weights' norm that it changes
 # Functions that need the rows of all ranks, which a trial has not.
@@ -270,17 +270,16 @@ def needs_all_ranks(hooks: Any, model: nn.Module) -> bool:
         if names & COLLECTIVE_NAMES:
             return True
         called = (function.__globals__.get(name) for name in names)
-        functions += [each for each in called if isinstance(each, FunctionType) and _is_own(each)]
+        functions += [each for each in called if isinstance(each, FunctionType) and _is_read(each)]
     return False
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:
     """Yield the functions of a user's class."""
     for base in kind.__mro__:
-        if _is_own(base):
+        if _is_read(base):
             yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
 
 
-def _is_own(definition: Any) -> bool:
-    """Return True for a class or a function that is not of torch, Lockstep or Python itself."""
-    return not str(definition.__module__).startswith(("torch.", "trainer.", "builtins"))
+def _is_read(definition: Any) -> bool:
+    return owner_of(definition) in ("user", "installed")

@@ -10,10 +10,9 @@ from types import FrameType
 from typing import Any
 
 import numpy
-import torch
 
+from trainer.base.python_code import owner_of_file
 from trainer.core.rng import global_rngs
-from trainer.core.state.outside import LIBRARY
 
 # The strongest evidence first: code may well read the clock or a file without using it.
 TEXTS = {
@@ -33,9 +32,7 @@ _KINDS_BY_CALL = {
     "datetime.now": "clock",
     "datetime.utcnow": "clock",
 }
-_LIBRARIES = (Path(torch.__file__).parent, Path(numpy.__file__).parent)
-_BETWEEN = ("<frozen", *(str(folder) + os.sep for folder in _LIBRARIES))
-_OWN = str(Path(__file__).parents[1]) + os.sep
+_NUMPY = str(Path(numpy.__file__).parent) + os.sep
 
 
 class ChanceCalls:
@@ -83,7 +80,7 @@ class ChanceCalls:
     def _add(self, kind: str, frame: FrameType) -> None:
         """Note the innermost function outside of Python, numpy and torch, if it is the user's."""
         each = next((f for f in _outwards(frame) if not _is_between(f.f_code.co_filename)), None)
-        if each is not None and not each.f_code.co_filename.startswith(_OWN):
+        if each is not None and owner_of_file(each.f_code.co_filename) != "lockstep":
             file = Path(each.f_code.co_filename).name
             self._functions[kind, f"{each.f_code.co_name} ({file}:{each.f_lineno})"] = None
 
@@ -96,8 +93,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_between(file: str) -> bool:
     """Return True for code of Python, numpy or torch, which others call."""
-    is_of_python = file.startswith(LIBRARY) and "-packages" not in file
-    return is_of_python or file.startswith(_BETWEEN)
+    return owner_of_file(file) in ("python", "torch") or file.startswith(_NUMPY)
 
 
 def _kind_of(function: Any, frame: FrameType) -> str:

@@ -19,7 +19,7 @@ from trainer.core.loop.run import Run
 from trainer.core.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
 from trainer.core.strategy.tensor_shards import slices
 from trainer.startup_checks.rank_agreement import CallDigest
-from trainer.startup_checks.unsaved import AttributeSnapshot, of_dataset
+from trainer.startup_checks.snapshots import AttributeSnapshot, of_dataset
 
 ELEMENTS_OF_A_PROBE = 4096  # elements of each tensor that are kept
 ELEMENTS_OF_A_STEP = 64  # of each of its examples

@@ -13,7 +13,7 @@ from trainer import load_config
 from trainer.base.errors import ConfigError
 from trainer.core.data.order import BatchPlan, BatchSplit, check_batch
 from trainer.core.record.startup import describe_model
-from trainer.core.state import BufferCopies
+from trainer.core.state.sandbox import BufferCopies
 from trainer.core.strategy.modules.batchnorm import SMALL_GROUP, normalize_groups, synchronize
 from trainer.core.strategy.modules.running_statistics import RunningStatistics
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.python_code import owner_of_file
+
 MOST_BYTES_OF_A_LOG = 1 << 18  # read from its end
-_PACKAGE = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 
 
@@ -99,14 +100,10 @@ def _find_exception(lines: Sequence[str]) -> str | None:
         if frame:
             frames.append(frame)
         elif frames and not line.startswith(" "):
-            outside = [frame for frame in frames if not _is_library(frame[1])]
+            outside = [frame for frame in frames if owner_of_file(frame[1]) == "user"]
             path, line_number, function = (outside or frames)[-1].groups()
             return f"{line} ({path}:{line_number}, in {function})"
     return None
-
-
-def _is_library(path: str) -> bool:
-    return path.startswith((_PACKAGE, "<")) or "/site-packages/" in path
 
 
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.base.errors import describe, shortened, visible
+from trainer.base.python_code import owner_of_file
 
 FULL_TRACEBACK = "LOCKSTEP_TRACEBACK"  # set to "full": all frames are shown
 MOST_LINES_OF_A_TRACEBACK = 200
 MOST_FRAMES = 20  # of the task's, as of a recursion
 MOST_OF_A_MESSAGE = 30  # lines
-_STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 _FILE, _FAILURE = "_lockstep_file", "_lockstep_failure"  # attributes of an exception
@@ -73,7 +72,7 @@ def show(error: BaseException) -> str:
 def describe_cause(error: BaseException) -> str:
     """Return `ValueError: message (file.py:12)`, with the last line of the task's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_of_task(frame.filename)]
+    own = [frame for frame in frames if owner_of_file(frame.filename) == "user"]
     return f"{describe(error)} ({own[-1].filename}:{own[-1].lineno})" if own else describe(error)
 
 
@@ -111,25 +110,14 @@ def _choose(exception: traceback.TracebackException) -> list[traceback.FrameSumm
     last three.
     """
     frames = [frame for frame in exception.stack if not frame.filename.startswith("<frozen ")]
-    own = [frame for frame in frames if _is_of_task(frame.filename)]
-    own = own or [frame for frame in frames if _is_of_package(frame.filename)] or frames[-3:]
+    own = [frame for frame in frames if owner_of_file(frame.filename) == "user"]
+    own = own or [f for f in frames if owner_of_file(f.filename) == "installed"] or frames[-3:]
     is_of_syntax = hasattr(exception, "offset")  # its message has the place
     if frames and own[-1] is not frames[-1] and not is_of_syntax:
         own.append(frames[-1])
     return (
         own if len(own) <= MOST_FRAMES else own[: MOST_FRAMES // 4] + own[-MOST_FRAMES * 3 // 4 :]
     )
-
-
-def _is_of_task(name: str) -> bool:
-    is_bundled = name.startswith(f"{_PACKAGE}{os.sep}tasks{os.sep}")
-    is_installed = "site-packages" in name or name.startswith(_STANDARD_LIBRARY)
-    return is_bundled or not (is_installed or name.startswith(_PACKAGE))
-
-
-def _is_of_package(name: str) -> bool:
-    is_torch = f"{os.sep}torch{os.sep}" in name
-    return "site-packages" in name and not is_torch and not name.startswith(_PACKAGE)
 
 
 def _join(exception: traceback.TracebackException, most: int) -> str:

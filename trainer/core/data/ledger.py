@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from trainer.core.data.order import BatchPlan
 from trainer.core.distributed.group import Group
 from trainer.core.rng import seed_example
-from trainer.core.state import keep_generators, sandbox
+from trainer.core.state.sandbox import keep_generators, sandbox
 
 FLOAT_ROWS = 64  # of a tensor of floats, at equal distances
 HASHED_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms

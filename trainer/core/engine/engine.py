@@ -29,8 +29,8 @@ from trainer.core.micro_batch import count_rows, take_rows
 from trainer.core.rng import seed_all, seed_step
 from trainer.core.rng.draw_traces import uses_global_rngs
 from trainer.core.schedule import Factor
-from trainer.core.state import keep_attributes, keep_passes, sandbox
-from trainer.core.state.outside import Traces
+from trainer.core.state.effects import Effects
+from trainer.core.state.sandbox import keep_attributes, keep_passes, sandbox
 from trainer.core.strategy.modules.dry_run import eager
 
 
@@ -80,7 +80,7 @@ class Engine:
             strategy.prepare(first, self.objectives["loss"].of(parts.hooks.loss, others))
         self.sample = Sample.of(first, 3 * (config.norm_rows or 1))
         self.inspection = Inspection()
-        self.effects = Traces()  # of trials: what nothing undoes
+        self.effects = Effects()  # of trials: what nothing undoes
         self._begun: set[str] = set()  # names of updates that were made
         if any(parts.ranks.group.max(not self.draws.is_known("loss"))):
             self.trace_draws("loss", parts.hooks.loss)

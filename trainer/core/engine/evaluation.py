@@ -33,7 +33,7 @@ from trainer.core.engine.values import (
 )
 from trainer.core.hook_calls import call_hook
 from trainer.core.micro_batch import count_rows
-from trainer.core.state import BufferCopies, keep_attributes, keep_passes, sandbox
+from trainer.core.state.sandbox import BufferCopies, keep_attributes, keep_passes, sandbox
 from trainer.core.strategy.modules.dry_run import FrozenKept, eager
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows

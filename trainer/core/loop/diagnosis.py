@@ -38,7 +38,7 @@ from trainer.core.engine.values import weigh_all
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import count_rows, slice_rows
 from trainer.core.setup.capacity import memory_named
-from trainer.core.state import keep_modes, keep_passes, sandbox
+from trainer.core.state.sandbox import keep_modes, keep_passes, sandbox
 from trainer.core.strategy import find_strategy
 from trainer.core.strategy.mesh_sizes import SHARDED, WHOLE, Mesh
 from trainer.core.strategy.modules.batchnorm import has_batchnorm

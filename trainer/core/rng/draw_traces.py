@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from trainer.base.python_code import owner_of_file
 from trainer.core.blame import is_out_of_memory
 from trainer.core.rng.functions import Sizes, answer
 
@@ -46,7 +47,8 @@ def uses_global_rngs(modules: Iterable[str]) -> bool:
         seen |= new
         for name in new:
             path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-            if path.suffix != ".py" or "site-packages" in path.parts or not path.is_file():
+            is_installed = owner_of_file(str(path)) in ("installed", "torch")
+            if path.suffix != ".py" or is_installed or not path.is_file():
                 return True
             text = path.read_text(encoding="utf-8", errors="replace")
             if _DYNAMIC.search(text):

@@ -27,7 +27,7 @@ from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
 from trainer.core.micro_batch import copied
-from trainer.core.state import BufferCopies, keep_passes, sandbox
+from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.cost import AllReduceCost
 from trainer.core.strategy.modules.dry_run import hooked, reaching

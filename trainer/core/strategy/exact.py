@@ -25,7 +25,7 @@ from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
-from trainer.core.state import BufferCopies, keep_passes, sandbox
+from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.cost import (
     AGREED,

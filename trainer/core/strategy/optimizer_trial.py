@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer.base.errors import ConfigError, one_line
-from trainer.core.state import keep_generators, sandbox
+from trainer.core.state.sandbox import keep_generators, sandbox
 
 # These update each element by itself, so a shard can be updated without the rest of its tensor.
 ELEMENTWISE = {

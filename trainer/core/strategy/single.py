@@ -10,7 +10,7 @@ from trainer.core.config.schema import Config
 from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
-from trainer.core.state import BufferCopies, keep_passes, sandbox
+from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 
 

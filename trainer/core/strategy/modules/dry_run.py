@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config, StrategySettings
-from trainer.core.state import is_large_frozen
+from trainer.core.state.sandbox import is_large_frozen
 
 WEIGHT_NOISE = 0.05  # of a weight
 NOISE_SIZE = 2**16 + 1  # elements of noise: a prime, so that rows of a matrix differ, up to as many

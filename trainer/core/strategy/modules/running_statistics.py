@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.base.errors import ConfigError
 from trainer.core.micro_batch import count_rows
-from trainer.core.state import BufferCopies
+from trainer.core.state.sandbox import BufferCopies
 from trainer.core.strategy.modules.dry_run import changed_buffers
 
 

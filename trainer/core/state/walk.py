@@ -1,0 +1,220 @@
+"""One walk over Python values: what each is made of, to a depth. A subclass says what it makes.
+
+`Keep` in sandbox.py undoes changes; the startup checks copy values, and mark them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import cache, partial
+from itertools import islice
+from operator import length_hint
+from types import GeneratorType, ModuleType
+from typing import Any, Generic, TypeVar
+
+import numpy
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+DEPTH = 4  # of containers and objects in each other
+MOST_BYTES = 2**24  # of a tensor or an array that is read
+MOST_ITEMS = 1000  # of a container
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
+OF_A_MODULE = {*vars(nn.Module()), "_compiled_call_impl"}
+_NOTEBOOK = ("IPython", "ipykernel", "traitlets")  # which other threads change
+# packages whose objects are not looked into
+_CLOSED = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_", *_NOTEBOOK)
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70)))),
+    *(itertools.count, itertools.cycle),
+)
+
+T = TypeVar("T")
+Restore = Callable[[], Any]  # puts something back
+Parts = list[tuple[Any, T]]  # what a walk made of the parts of a value, by their keys
+
+
+class Walk(Generic[T]):
+    """A walk over values. `constant` ones are not looked into, nor is any a second time."""
+
+    samples = False  # looks at the first items of a container with more than MOST_ITEMS
+    most_values = math.inf  # of a container's and an object's, with theirs
+
+    def __init__(self, constant: Iterable[object] = ()):
+        self._seen = {id(each) for each in constant}
+        self._left = self.most_values
+
+    def plain(self, value: Any) -> T:
+        """Make something of a number, a string, or None."""
+        raise NotImplementedError
+
+    def closed(self, value: Any) -> T:
+        """Make something of what is not looked into: too deep or large, a class, a library's."""
+        raise NotImplementedError
+
+    def tensor(self, value: torch.Tensor) -> T:
+        raise NotImplementedError
+
+    def array(self, value: numpy.ndarray) -> T:
+        raise NotImplementedError
+
+    def position(self, state: Any, restore: Restore | None) -> T:
+        """Make something of a generator of numbers, an iterator or a generator.
+
+        `state` says where it is, and can be compared; `restore` puts it back there. Without that,
+        only a copy of an iterator can take its place.
+        """
+        raise NotImplementedError
+
+    def container(self, value: Any, parts: Parts[T]) -> T:
+        raise NotImplementedError
+
+    def owner(self, value: Any, parts: Parts[T]) -> T:
+        """Make something of an object, a module or an optimizer, whose parts are attributes."""
+        raise NotImplementedError
+
+    def enters(self, kind: type) -> bool:
+        """Return True if objects of a class are looked into."""
+        return kind.__module__ == "__main__" or not kind.__module__.startswith(_CLOSED)
+
+    def visit(self, value: Any, depth: int = DEPTH) -> T:
+        self._left -= 1
+        if isinstance(value, PLAIN):
+            return self.plain(value)
+        is_met = depth < 0 or self._left < 0 or id(value) in self._seen
+        if is_met or isinstance(value, (type, ModuleType)):
+            return self.closed(value)
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, numpy.ndarray):
+            return self.array(value)
+        if (position := position_of(value)) is not None:
+            return self.position(*position)
+        if isinstance(value, CONTAINERS):
+            return self._visit_container(value, depth)
+        if isinstance(value, Optimizer):
+            return self.owner(value, [*self._parts_of_optimizer(value, depth)])
+        # that of dict[str, int], a type in a variable, is the one of dict, which cannot be written
+        has_own = isinstance(getattr(value, "__dict__", None), dict) or slots_of(value)
+        if isinstance(value, nn.Module) or (has_own and self.enters(type(value))):
+            return self.owner(value, [*self._parts_of_object(value, depth)])
+        return self.closed(value)
+
+    def _visit_container(self, value: Any, depth: int, most: float = MOST_ITEMS) -> T:
+        is_namespace = isinstance(value, dict) and "__spec__" in value  # without builtins all ends
+        if is_namespace or (len(value) > most and not self.samples):
+            return self.closed(value)
+        every = value.items() if isinstance(value, Mapping) else enumerate(value)
+        items = islice(every, min(len(value), MOST_ITEMS) if self.samples else None)
+        return self.container(value, [(key, self.visit(each, depth - 1)) for key, each in items])
+
+    def _parts_of_object(self, value: Any, depth: int) -> Iterator[tuple[Any, T]]:
+        """Yield attributes; of a module also its tensors and the modules in it, as deep as it."""
+        for key, each in attributes_of(value):
+            yield key, self.visit(each, depth - 1)
+        if isinstance(value, nn.Module):
+            for key, tensor in (*value._parameters.items(), *value._buffers.items()):
+                yield key, self.visit(tensor, depth)
+            for key, module in value._modules.items():
+                yield key, self.visit(module, depth)
+
+    def _parts_of_optimizer(self, value: Optimizer, depth: int) -> Iterator[tuple[Any, T]]:
+        """Yield the whole state, however many tensors it has, options, tensors and attributes."""
+        yield "state", self._visit_container(value.state, DEPTH, math.inf)
+        for group in value.param_groups:
+            yield "param_groups", self._visit_container(group, 1)
+            yield from (("params", self.visit(parameter, 0)) for parameter in group["params"])
+        for key, each in attributes_of(value):
+            yield key, self.visit(each, depth - 1)
+
+
+def left_out_of(value: Any) -> Set[str]:
+    """Return the attributes that torch itself gives a module or an optimizer."""
+    if isinstance(value, nn.Module):
+        return OF_A_MODULE
+    return of_an_optimizer() if isinstance(value, Optimizer) else frozenset()
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return an object's attributes, without those that torch gives a module or an optimizer."""
+    left_out = left_out_of(value)
+    pairs = [*slots_of(value).items(), *getattr(value, "__dict__", {}).items()]
+    return [(key, each) for key, each in pairs if key not in left_out]
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that its classes name in `__slots__`."""
+    every = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [n for slots in every for n in ([slots] if isinstance(slots, str) else slots)]
+    return {n: getattr(value, n) for n in names if n[:2] != "__" and hasattr(value, n)}
+
+
+@cache
+def of_an_optimizer() -> set[str]:
+    """Return the attributes that torch itself gives an optimizer.
+
+    The first optimizer of a process imports torch._dynamo, 0.9 s, which a run of `use` never needs.
+    """
+    return {
+        *vars(torch.optim.SGD([torch.zeros(1)])),
+        *("grad_scale", "found_inf", "_opt_called", "_step_count", "_numel_cache"),
+        *("_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
+    }
+
+
+def position_of(value: Any) -> tuple[Any, Restore | None] | None:
+    """Return the arguments of `Walk.position`; None for other values."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return state.numpy().tobytes(), partial(value.set_state, state)
+    if isinstance(value, random.Random):
+        own = value.getstate()
+        return own, partial(value.setstate, own)
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return str(bits.state), partial(setattr, bits, "state", bits.state)
+    if isinstance(value, numpy.random.RandomState):
+        held: Any = value.get_state(legacy=False)
+        numbers = held["state"]
+        state_ = numbers["pos"], numbers["key"].tobytes(), held["has_gauss"]
+        return state_, partial(value.set_state, held)
+    if isinstance(value, _ITERATORS):
+        return (repr(value), length_hint(value, -1)), None
+    if isinstance(value, GeneratorType):
+        return repr(place_of(value)), None  # None at its end
+    return None
+
+
+def copy_iterator(value: Any) -> Any:
+    """Return a copy of an iterator that goes on from the same place, or the value itself."""
+    if not isinstance(value, _ITERATORS):
+        return value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, from Python 3.12 on
+        if not isinstance(value, itertools.cycle):
+            return copy.copy(value)
+        parts: Any = value.__reduce__()
+        _, (inner,), (saved, is_saved) = parts  # copy.copy shares `inner`
+        try:
+            copied: Any = itertools.cycle(copy.copy(inner))
+        except TypeError:  # such as a generator
+            return value
+        copied.__setstate__((list(saved), is_saved))
+        return copied
+
+
+def place_of(generator: GeneratorType) -> Any:
+    """Return the instruction at which a generator waits, with its plain variables."""
+    frame = generator.gi_frame
+    if frame is None:
+        return None
+    return frame.f_lasti, {k: v for k, v in frame.f_locals.items() if isinstance(v, (int, str))}
