@@ -128,7 +128,7 @@ _resume = in_area(
     "resume", "trainer/core/checkpoints/resume.py", "core/checkpoints/test_resume.py", *OF_BUCKETS
 )
 _state = in_area(
-    "resume", "trainer/core/checkpoints/train_state.py", "core/checkpoints/test_resume.py"
+    "resume", "trainer/core/checkpoints/progress.py", "core/checkpoints/test_resume.py"
 )
 RESUME = [
     _resume(

@@ -701,7 +701,7 @@ _schedule = in_area(
 )
 _progress = in_area(
     "evaluation",
-    "trainer/core/checkpoints/train_state.py",
+    "trainer/core/checkpoints/progress.py",
     "core/engine/test_facts_of_steps.py",
     "core/loop/test_stops.py",
 )

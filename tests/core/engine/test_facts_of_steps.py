@@ -13,13 +13,13 @@ from torch import nn
 
 from trainer import ConfigError
 from trainer.base.errors import CheckpointError
+from trainer.core.checkpoints.progress import Progress
 from trainer.core.checkpoints.run_directory import BAD_STEP
-from trainer.core.checkpoints.train_state import TrainState
 from trainer.core.engine.evaluation import Evaluator
 from trainer.core.engine.means import Means
 from trainer.core.engine.optimizers import split_for_muon
 from trainer.core.engine.precision import Precision
-from trainer.core.engine.recording import Recorder
+from trainer.core.engine.recording import LossWatcher, Recorder
 from trainer.core.engine.step import Norms, OpenStep, Rates
 from trainer.core.schedule import (
     Schedule,
@@ -195,7 +195,7 @@ NOTED = {
 
 @pytest.mark.parametrize(("mode", "least"), NOTED)
 def test_the_best_evaluation_and_those_since_a_better_one(mode, least):
-    state = TrainState.begin(1)
+    state = Progress.begin(1)
     for value, is_best, best_step, stale in NOTED[mode, least]:
         state.advance()
         assert state.note({"eval/a": value}, "eval/a", mode, least) is is_best
@@ -204,7 +204,7 @@ def test_the_best_evaluation_and_those_since_a_better_one(mode, least):
 
 
 def test_another_metric_begins_a_new_best():
-    state = TrainState.begin(1)
+    state = Progress.begin(1)
     state.note({"eval/a": 1.0, "eval/b": 9.0}, "eval/a", "min", 0.0)
     state.advance()
     assert state.note({"eval/a": 2.0, "eval/b": 10.0}, "eval/b", "min", 0.0)
@@ -215,7 +215,7 @@ def test_another_metric_begins_a_new_best():
 
 
 def test_an_evaluation_that_an_earlier_process_recorded_is_taken_once():
-    state = TrainState.begin(1)
+    state = Progress.begin(1)
     state.advance()
     state.recall({}, "eval/a", "min", 0.0)
     assert state.evaluated == -1
@@ -292,9 +292,9 @@ def test_averages_are_of_the_weights_that_train(tmp_path):
 def test_a_loss_that_is_another_function_in_each_step_is_computed():
     step = OpenStep()
     step.__enter__()
-    recorder = Recorder(step, Means(), (), True, None)
+    watcher = LossWatcher(Recorder(step, Means(), (), True), None)
     for factor in (1.0, 2.0, 3.0):
-        loss = recorder.watched(lambda outputs, targets, factor=factor: factor * outputs)
+        loss = watcher.watch(lambda outputs, targets, factor=factor: factor * outputs)
         assert loss(torch.ones(2), torch.ones(2)).tolist() == [factor] * 2
 
 

@@ -12,7 +12,7 @@ from mesh_gpt import Meshed
 from trainer import ConfigError
 from trainer.core.engine import recording
 from trainer.core.engine.means import Means
-from trainer.core.engine.recording import Recorder
+from trainer.core.engine.recording import LossWatcher, Recorder
 from trainer.core.engine.step import OpenStep
 
 WORDS = [
@@ -192,7 +192,8 @@ class Losses:
     def __init__(self):
         step = OpenStep()
         step.__enter__()
-        self.recorder = Recorder(step, Means(), (), True, None, True)
+        self.recorder = Recorder(step, Means(), (), True)
+        self.watcher = LossWatcher(self.recorder, None, True)
 
     def recording(self, outputs, targets):
         self.recorder.record("size", outputs.abs())
@@ -212,5 +213,5 @@ def test_a_loss_that_records_stays_eager_whatever_the_others_do(monkeypatch):
     losses = Losses()
     for _ in range(3):  # updates
         for loss in (losses.recording, losses.plain):
-            losses.recorder.watched(loss)(torch.ones(4), torch.ones(4))
+            losses.watcher.watch(loss)(torch.ones(4), torch.ones(4))
     assert asked == ["plain", "plain"], "the first update of a loss is eager"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
 from trainer.base.errors import ConfigError
 from trainer.core.distributed import accelerator
 
-Result = TypeVar("Result")
-
-DeferredRead = Generator[torch.Tensor, torch.Tensor, Result]  # yields a tensor, gets it on the host
+DeferredRead = Generator[torch.Tensor, torch.Tensor, None]  # yields a tensor, gets it on the host
 
 
 class HostCopy:
@@ -46,9 +43,9 @@ class DeferredReads:
     def __init__(self, wait: Callable[[], None]) -> None:
         """`wait` is called before the host waits for the device."""
         self._wait = wait
-        self.under_way: list[tuple[DeferredRead[None], HostCopy]] = []
+        self.under_way: list[tuple[DeferredRead, HostCopy]] = []
 
-    def begin(self, work: DeferredRead[None]) -> None:
+    def begin(self, work: DeferredRead) -> None:
         self._go_on(work, None)
 
     def advance(self) -> None:
@@ -64,7 +61,7 @@ class DeferredReads:
         while self.under_way:
             self.advance()
 
-    def _go_on(self, work: DeferredRead[None], answer: torch.Tensor | None) -> None:
+    def _go_on(self, work: DeferredRead, answer: torch.Tensor | None) -> None:
         try:
             asked = next(work) if answer is None else work.send(answer)
             while not accelerator.is_used(asked.device):
@@ -101,13 +98,3 @@ def join_rows(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         raise ConfigError(f"""predict(outputs) returned {name} with rows of shape {shapes[0]}
             and {shapes[-1]}: must be one shape; pad in collate, or return a value per row""")
     return torch.cat(list(parts))
-
-
-def read_now(work: DeferredRead[Result]) -> Result:
-    """Return the result of work that reads numbers of the device; the host waits for them."""
-    try:
-        asked = next(work)
-        while True:
-            asked = work.send(asked.cpu())
-    except StopIteration as end:
-        return end.value

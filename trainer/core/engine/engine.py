@@ -21,7 +21,7 @@ from trainer.core.engine.context import Parts
 from trainer.core.engine.means import Means
 from trainer.core.engine.objective import CountedPart, Objective, Objectives
 from trainer.core.engine.optimizers import Optimizers
-from trainer.core.engine.recording import Loss, Recorder
+from trainer.core.engine.recording import Loss, LossWatcher, Recorder
 from trainer.core.engine.step import OpenStep, Outcome, step_unless
 from trainer.core.engine.training_state import TrainingState
 from trainer.core.engine.trial import Inspection, TaskRun, Trial
@@ -70,9 +70,9 @@ class Engine:
         is_counted = strategy.mesh.has_loss and not strategy.mesh["tensor"]
         means = Means(strategy.leaves)
         self.objectives = _open_objectives(parts, means, is_counted, wants_stop)
+        self.recorder = Recorder(self.step, means, self.objectives.by_name, is_counted)
         hooks = parts.hooks if config.log.train_metrics else None
-        names = self.objectives.by_name
-        self.recorder = Recorder(self.step, means, names, is_counted, hooks, config.run.compile)
+        self._losses = LossWatcher(self.recorder, hooks, config.run.compile)
         first = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the dry run
         others = None if parts.has_own_step else ()
@@ -139,7 +139,7 @@ class Engine:
         # Forward, loss and backward of each micro-batch; gradients are sums over these and ranks.
         objective = self.objectives[name]
         others = () if optimizers is None else self.optimizers.find_others(optimizers)
-        update_loss = objective.of(self.recorder.watched(loss, name), others)
+        update_loss = objective.of(self._losses.watch(loss, name), others)
         with self.draws.update(name):
             totals = strategy.forward_backward(batch, update_loss)
         parts.ranks.heartbeat.enter(Phase.UPDATE)

@@ -6,15 +6,15 @@ import functools
 import json
 import math
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 from trainer.base.errors import ConfigError
 from trainer.core.data.order import Leaves
 from trainer.core.distributed import accelerator
-from trainer.core.distributed.group import Group
-from trainer.core.distributed.group import most as most_of
-from trainer.core.engine.deferred_reads import DeferredRead, read_now
+from trainer.core.distributed.group import Group, most
 
 Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
 Rows = dict[str, list[list[Row]]]  # by name
@@ -69,53 +69,105 @@ class Means:
         """
         self.end_row()
         rows, self._rows = self._rows, {}
-        for name, table in read_now(self._reducing(rows, group)).items():
+        reading = Reading(rows, self._leaves, group)
+        for name, table in reading.tables(_now(reading)).items():
             before = self._reduced.get(name)
             self._reduced[name] = table if before is None else torch.cat([before, table])
         return dict(self._reduced)
 
-    def reading(self, group: Group) -> DeferredRead[dict[str, float]]:
-        """Return the mean by name over all values of all ranks since the last read, and clear.
-
-        It is nan if the total weight is 0. Collective: every rank must call it.
-        """
+    def take(self, group: Group) -> Reading:
+        """Return a reading of what was counted since the last one, and clear."""
         self.end_row()
-        rows, before = self._rows, self._reduced
+        reading = Reading(self._rows, self._leaves, group, self._reduced)
         self.clear()
-        tables = yield from self._reducing(rows, group)
+        return reading
+
+    def read(self, group: Group) -> dict[str, float]:
+        """Return the means since the last read, and clear; the host waits. A collective."""
+        reading = self.take(group)
+        return reading.means(_now(reading))
+
+    def load(self, rows: dict[str, torch.Tensor]) -> None:
+        """Continue from what `reduced` returned."""
+        self.clear()
+        self._reduced = {name: table.clone() for name, table in rows.items()}
+
+
+class Reading:
+    """Rows of this rank by name, read in two collectives.
+
+        reading.means(reading.sums(reading.counts()))
+
+    Each returns a tensor whose copy on the host the next one needs. So the host can go on with
+    other work while a device computes it.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        leaves: Leaves | None,
+        group: Group,
+        before: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ):
+        """`before` are the tables of earlier rows."""
+        self._rows = rows
+        self._leaves = leaves
+        self._group = group
+        self._before = before
+        self._counts = {name: len(each) for name, each in sorted(rows.items())}
+
+    def counts(self) -> torch.Tensor:
+        """Return (2,): the largest checksum of the counts of any rank, and minus the smallest.
+
+        Some ranks may have fewer rows: a stage of a pipeline has no outputs, and a task may record
+        a value in some steps only. A collective.
+        """
+        checksum = zlib.crc32(json.dumps(self._counts).encode())
+        both = torch.tensor([checksum, -checksum], dtype=torch.float64)
+        if self._group.world.world_size == 1:
+            return both
+        firsts = (row[0][0] for each in self._rows.values() for row in each)
+        device = next((first.device for first in firsts), self._group.world.device)
+        return most(self._group, accelerator.send(both, device))
+
+    def sums(self, compared: torch.Tensor) -> torch.Tensor:
+        """Return (all rows, 2), or those of each leaf, summed over all ranks. A collective."""
+        largest, smallest = compared.tolist()
+        if largest != -smallest:
+            for others in self._group.gather(self._counts):
+                for name, count in others.items():
+                    self._counts[name] = max(count, self._counts.get(name, 0))
+        names = sorted(self._counts)
+        if not names:
+            return torch.zeros(0, 2)
+        local = [row for name in names for row in self._padded(name, self._counts[name])]
+        if self._leaves is None:
+            return self._group.total(_stack([row[0] for row in local]))
+        return self._group.total(self._place_leaves(local))
+
+    def tables(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return (rows, 2) of each name: sums and weights, on the host."""
+        names = sorted(self._counts)
+        sizes = [self._counts[name] for name in names]
+        if self._leaves is not None and names:
+            parts = totals.view(sum(sizes), -1, 2).unbind(1)
+            totals = functools.reduce(torch.add, parts)
+        return dict(zip(names, totals.split(sizes) if names else (), strict=True))
+
+    def means(self, totals: torch.Tensor) -> dict[str, float]:
+        """Return the mean by name over all values of all ranks; nan if the total weight is 0."""
+        tables = self.tables(totals)
         means = {}
-        for name in sorted({*tables, *before}):
-            parts = [each[name] for each in (before, tables) if name in each]
+        for name in sorted({*tables, *self._before}):
+            parts = [each[name] for each in (self._before, tables) if name in each]
             total, weight = (sum(column) for column in torch.cat(parts).t().tolist())
             means[name] = total / weight if weight else math.nan
         return means
 
-    def read(self, group: Group) -> dict[str, float]:
-        """Return `reading`'s means; the host waits for them."""
-        return read_now(self.reading(group))
-
-    def _reducing(self, rows: Rows, group: Group) -> DeferredRead[dict[str, torch.Tensor]]:
-        """Return (rows, 2) of each name, float64 on the CPU, summed over all ranks."""
-        counts = {name: len(each) for name, each in sorted(rows.items())}
-        if group.world.world_size > 1:
-            counts = yield from _agree_on(counts, rows, group)
-        names = sorted(counts)
-        if not names:
-            return {}
-        local = [row for name in names for row in self._padded(rows, name, counts[name])]
-        sizes = [counts[name] for name in names]
-        if self._leaves is None:
-            total = yield group.total(_stack([row[0] for row in local]))
-        else:
-            columns = yield group.total(self._place_leaves(local))
-            parts = columns.view(len(local), -1, 2).unbind(1)
-            total = functools.reduce(torch.add, parts)
-        return dict(zip(names, total.split(sizes), strict=True))
-
-    def _padded(self, rows: Rows, name: str, count: int) -> list[list[Row]]:
+    def _padded(self, name: str, count: int) -> list[list[Row]]:
         """Return the rows of a name, and empty ones where other ranks have more."""
-        own = rows.get(name, [])
-        zero = next((row[0][0] for each in rows.values() for row in each), torch.zeros(()))
+        own = self._rows.get(name, [])
+        zero = next((row[0][0] for each in self._rows.values() for row in each), torch.zeros(()))
         empty: list[Row] = [(torch.zeros_like(zero), 0.0)] * (
             self._leaves.count if self._leaves else 1
         )
@@ -135,27 +187,10 @@ class Means:
             table[row_index, : len(sums), leaves.first : leaves.first + leaves.count] = sums
         return table
 
-    def load(self, rows: dict[str, torch.Tensor]) -> None:
-        """Continue from what `reduced` returned."""
-        self.clear()
-        self._reduced = {name: table.clone() for name, table in rows.items()}
 
-
-def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> DeferredRead[dict[str, int]]:
-    """Return the most rows of each name that a rank has. A collective.
-
-    Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
-    value in some steps only.
-    """
-    checksum = zlib.crc32(json.dumps(counts).encode())
-    device = next((row[0][0].device for each in rows.values() for row in each), group.world.device)
-    both = torch.tensor([checksum, -checksum], dtype=torch.float64)
-    most, least = (yield most_of(group, accelerator.send(both, device))).tolist()
-    if most != -least:
-        for others in group.gather(counts):
-            for name, count in others.items():
-                counts[name] = max(count, counts.get(name, 0))
-    return counts
+def _now(reading: Reading) -> torch.Tensor:
+    """Return the sums of a reading on the host, which waits for them. A collective."""
+    return reading.sums(reading.counts().cpu()).cpu()
 
 
 def _stack(rows: list[Row]) -> torch.Tensor:

@@ -24,33 +24,31 @@ class Recorder:
     """Adds values to `means` during a step, and ignores them otherwise.
 
     `taken` are the names of updates, whose losses are logged under them. On a rank that is not
-    `is_counted` another one records the same values. If `hooks` are given, their metrics are
-    recorded with their loss. Losses are compiled as run.compile, `compiles`, says.
+    `is_counted` another one records the same values.
     """
 
-    def __init__(
-        self,
-        step: OpenStep,
-        means: Means,
-        taken: Container[str],
-        is_counted: bool,
-        hooks: Hooks | None,
-        compiles: bool | str = False,
-    ):
+    def __init__(self, step: OpenStep, means: Means, taken: Container[str], is_counted: bool):
         self.means = means
         self.step = step
         self._taken = taken
         self._is_counted = is_counted
-        self._hooks = hooks
-        self._rows: int | None = None
+        self._rows: int | None = None  # of the micro-batch whose loss is computed
+        self._is_used = False  # by that loss
         self._names: set[str] = set()  # that the task itself records
-        self._losses = _Losses(compiles)
-        self._loss: Loss | None = None  # while it is computed
-        self._watched: dict[str, tuple[Loss, Loss]] = {}  # by update: the last loss, and watched
+
+    def begin_loss(self, rows: int) -> None:
+        """Note that the loss of a micro-batch is computed from now on."""
+        self._rows = rows
+        self._is_used = False
+
+    def end_loss(self) -> bool:
+        """Note the end of a loss; return True if it has recorded values or asked for its rows."""
+        self._rows = None
+        return self._is_used
 
     def count_rows(self) -> int | None:
         """Return the rows of the micro-batch whose loss is computed; None outside of an update."""
-        self._losses.eager.add(self._loss)
+        self._is_used = True
         return self._rows if self.step.is_open else None
 
     def record(self, name: str, returned: Values) -> None:
@@ -60,7 +58,7 @@ class Recorder:
         """
         if not self.step.is_open:
             return
-        self._losses.eager.add(self._loss)
+        self._is_used = True
         subject = f"record({name!r})"
         check_name("record got", name)
         if name in self._taken:
@@ -68,17 +66,8 @@ class Recorder:
         self._names.add(name)
         self._add(name, returned)
 
-    def _add(self, name: str, returned: Values) -> None:
-        subject = f"record({name!r})"
-        values, weights = weigh(subject, returned, self._rows_of(returned), "got")
-        if self._is_counted:
-            self.means.add(name, values, weights)
-
-    def _rows_of(self, returned: Values) -> int:
-        """Return the rows of the micro-batch whose loss is computed; outside, those of values."""
-        return rows_in(returned) if self._rows is None else self._rows
-
-    def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
+    def add_metrics(self, metrics: Mapping[str, Values]) -> None:
+        """Add the metrics of a micro-batch whose loss is computed."""
         if not self.step.is_open:
             return
         for name, returned in check_named("metrics returned", metrics).items():
@@ -88,57 +77,71 @@ class Recorder:
                     metrics returned {name!r}, and {other}; rename one""")
             self._add(name, returned)
 
-    def watched(self, loss: Loss, name: str = "loss") -> Loss:
+    def _add(self, name: str, returned: Values) -> None:
+        rows = rows_in(returned) if self._rows is None else self._rows
+        values, weights = weigh(f"record({name!r})", returned, rows, "got")
+        if self._is_counted:
+            self.means.add(name, values, weights)
+
+
+class LossWatcher:
+    """Makes the losses of updates: with their rows told to a recorder, their metrics, compiled.
+
+    If `hooks` are given, their metrics are recorded with their loss. Losses are compiled as
+    run.compile, `compiles`, says; those that are eager stay as they are.
+    """
+
+    def __init__(self, recorder: Recorder, hooks: Hooks | None, compiles: bool | str = False):
+        self._recorder = recorder
+        self._hooks = hooks
+        self._compiles = compiles
+        self._compiled: dict[Loss, Loss] = {}
+        self._eager: set[Loss] = set()
+        self._watched: dict[str, tuple[Loss, Loss]] = {}  # by update: the last loss, and watched
+
+    def watch(self, loss: Loss, name: str = "loss") -> Loss:
         """Return the loss of the update `name`, for which values are recorded."""
         watched_pair = self._watched.get(name)
-        if watched_pair is None or watched_pair[0] != loss or self._losses.compiles:
-            self._watched[name] = watched_pair = (loss, self._watch(loss))
+        if watched_pair is None or watched_pair[0] != loss or self._compiles:
+            self._watched[name] = watched_pair = (loss, self._make(loss))
         return watched_pair[1]
 
-    def _watch(self, loss: Loss) -> Loss:
+    def _make(self, loss: Loss) -> Loss:
+        recorder, compiles = self._recorder, bool(self._compiles)
         hooks = self._hooks if self._hooks and loss == self._hooks.loss else None
-        run = self._losses.compile(loss)
-        is_tried = bool(self._losses.compiles) and run is loss
+        run = self._compile(loss)
+        is_tried = compiles and run is loss
 
         def compute(outputs: Any, targets: Any) -> Values:
             is_tensor = type(targets) is torch.Tensor and targets.dim()
-            self._rows = targets.shape[0] if is_tensor else count_rows(targets, outputs)
-            self._loss = loss
+            recorder.begin_loss(targets.shape[0] if is_tensor else count_rows(targets, outputs))
             if is_tried and not _are_plain(outputs):
-                self._losses.eager.add(loss)
+                self._eager.add(loss)
             try:
                 values = run(outputs, targets)
                 if hooks is not None:
                     with torch.no_grad():
-                        self._add_metrics(hooks.metrics(outputs, targets))
+                        recorder.add_metrics(hooks.metrics(outputs, targets))
             finally:
-                self._rows = self._loss = None
+                if recorder.end_loss() and compiles:
+                    self._eager.add(loss)
             return values
 
         return compute
 
-
-class _Losses:
-    """Compiles losses as run.compile, `compiles`, says; those that are `eager` stay as they are."""
-
-    def __init__(self, compiles: bool | str):
-        self.compiles = compiles
-        self.eager: set[Loss | None] = set()
-        self._compiled: dict[Loss, Loss] = {}
-
-    def compile(self, loss: Loss) -> Loss:
+    def _compile(self, loss: Loss) -> Loss:
         """Return a method of a task as it is for its first update, then compiled.
 
         A loss that records values, gathers rows or gets tensors of a class, such as logits that
         tensor parallel divides, stays as it is. So does one that is no method: it may be another
         object in each step.
         """
-        if not self.compiles or not inspect.ismethod(loss):
+        if not self._compiles or not inspect.ismethod(loss):
             return loss
         if loss not in self._compiled:
-            self._compiled[loss] = compiled(loss, self.compiles, None)
+            self._compiled[loss] = compiled(loss, self._compiles, None)
             return loss
-        return loss if loss in self.eager else self._compiled[loss]
+        return loss if loss in self._eager else self._compiled[loss]
 
 
 def _are_plain(outputs: Any) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainer.base.errors import STOPPED, ConfigError
 from trainer.base.process.table import usable_cores
-from trainer.core.checkpoints.train_state import TrainState
+from trainer.core.checkpoints.progress import Progress
 from trainer.core.config.schema import Config
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.devices import find_known
@@ -143,40 +143,43 @@ class RunLog:
         On a device they are recorded by `later`, one to three steps later, so that the host does
         not wait.
         """
-        self._later.begin(self._record_scalars(engine, step, step / steps_per_epoch))
+        self._later.begin(self._log(engine, step, step / steps_per_epoch))
 
     def flush(self) -> None:
         """Record all that `begin` began; the host waits for it. A collective."""
         self._later.finish()
 
-    def _record_scalars(self, engine: Engine, step: int, epoch: float) -> DeferredRead[None]:
-        values = yield from self._scalars(engine, step)
-        self._record.scalars(step, {**values, "epoch": round(epoch, 6)})
-
-    def _scalars(self, engine: Engine, step: int) -> DeferredRead[dict[str, float]]:
+    def _log(self, engine: Engine, step: int, epoch: float) -> DeferredRead:
+        """Record the numbers of `step`. On a device, what follows a `yield` runs a step later."""
         world = self._group.world
         rates = engine.optimizers.rates.by_name()
         norms = engine.optimizers.norms.take()
         _, before = self._logged
         speeds = self._speeds(engine, step)
+        seconds = self._logged[1] - before
         change = engine.strategy.tensors.find_change()
         waited = speeds.pop("speed/data_wait")
         own = [float(bool(change)), waited, *(size / 1e9 for size in world.peak_bytes())]
-        means = yield from engine.recorder.means.reading(self._group)
-        values = {f"train/{name}": mean for name, mean in means.items()} | rates
+        reading = engine.recorder.means.take(self._group)
+        compared = yield reading.counts()
+
+        totals = yield reading.sums(compared)
+
+        means = reading.means(totals)
         host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
         numbers = torch.cat([host, *(norm.double().view(1).to(host) for norm in norms.values())])
         is_changed, *maxima = (yield most(self._group, numbers)).tolist()
+
+        values = {f"train/{name}": mean for name, mean in means.items()} | rates
         for name, norm in zip(norms, maxima[len(own) - 1 :], strict=True):
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
-        values |= speeds
-        values |= zip(SLOWEST, maxima[: len(own) - 1], strict=False)
-        self._hint_at_data(maxima[0], self._logged[1] - before)
+        values |= speeds | dict(zip(SLOWEST, maxima[: len(own) - 1], strict=False))
+        self._hint_at_data(maxima[0], seconds)
         if is_changed:
             with self._group.agreed("checking the model"):
                 if change:
                     raise ConfigError(change)
-        return values
+        self._record.scalars(step, {**values, "epoch": round(epoch, 6)})
 
     def _hint_at_data(self, waited: float, seconds: float) -> None:
         """Say once that the steps wait for data, if that took a share `waited` of the seconds."""
@@ -237,7 +240,7 @@ class RunLog:
 
     def finish(
         self,
-        state: TrainState,
+        state: Progress,
         num_steps: int,
         flops: float,
         why: str,

@@ -14,7 +14,7 @@ from trainer.core.config.typed import build
 
 
 @dataclass
-class TrainState:
+class Progress:
     """Progress of a run, saved with every checkpoint. `step` counts global batches."""
 
     step: int
@@ -32,24 +32,24 @@ class TrainState:
     ended_of: int = 0
 
     @classmethod
-    def begin(cls, world_size: int) -> TrainState:
+    def begin(cls, world_size: int) -> Progress:
         return cls(0, secrets.token_hex(8), [[0, world_size]])
 
     @classmethod
     def resume(
-        cls, manifest: Manifest, progress: dict[str, Any], world_size: int, is_same_run: bool
-    ) -> TrainState:
-        """Restore the state from a checkpoint; from another run's, only step and sessions.
+        cls, manifest: Manifest, saved: dict[str, Any], world_size: int, is_same_run: bool
+    ) -> Progress:
+        """Restore the progress from a checkpoint; from another run's, only step and sessions.
 
         Raises ConfigError for a progress that no run has saved.
         """
         sessions = [*manifest.sessions, [manifest.step, world_size]]
         if not is_same_run:
             return cls(manifest.step, secrets.token_hex(8), sessions, dict(manifest.changes))
-        facts = {name: value for name, value in progress.items() if value != ""}
+        facts = {name: value for name, value in saved.items() if value != ""}
         facts |= {"step": manifest.step, "run_id": manifest.run, "sessions": sessions}
         facts["changes"] = dict(manifest.changes)
-        metrics = {name: float(value) for name, value in progress["metrics"].items()}  # or NaN
+        metrics = {name: float(value) for name, value in saved["metrics"].items()}  # or NaN
         return replace(build(cls, {**facts, "metrics": {}}), metrics=metrics)
 
     def noted(self, changes: list[str]) -> list[str]:
@@ -110,7 +110,8 @@ class TrainState:
         self.best_step = self.step
         return True
 
-    def progress(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the facts of its manifest."""
         best = ("best", "best_step", "best_of", "improved", "stale")
         names = ("evaluated", "metrics", *best, "ended", "ended_of")
         return {name: getattr(self, name) for name in names}
