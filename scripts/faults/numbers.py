@@ -149,7 +149,7 @@ def timed(place: str, every: str) -> None:
     """Run and measure in this process; the time of the extra torch.save is subtracted from its
     seconds."""
     from trainer import load_config
-    from trainer.core.checkpoints.saver import DiskSaver, Snapshot
+    from trainer.core.checkpoints.saver import Publisher, Snapshot
     from trainer.core.loop.run import Run
     from trainer.tasks.cifar import Cifar
 
@@ -157,7 +157,7 @@ def timed(place: str, every: str) -> None:
     beside = [0.0]
     cpu = [0.0]
     save = Run.save
-    write = DiskSaver.save
+    write = Publisher.save
 
     def stalled(self: Run) -> None:
         begun = time.perf_counter()
@@ -165,7 +165,7 @@ def timed(place: str, every: str) -> None:
         save(self)
         told["stalls"].append(time.perf_counter() - begun - (beside[0] - before))
 
-    def written(self: DiskSaver, staging: str, snapshot: Snapshot) -> None:
+    def written(self: Publisher, staging: str, snapshot: Snapshot) -> None:
         begun = time.perf_counter()
         used = time.thread_time()
         tensors = [[s.tensor for s in named.values()] for named in snapshot.shards.values()]
@@ -177,7 +177,7 @@ def timed(place: str, every: str) -> None:
         write(self, staging, snapshot)
 
     Run.save = stalled  # type: ignore[method-assign]
-    DiskSaver.save = written  # type: ignore[method-assign]
+    Publisher.save = written  # type: ignore[method-assign]
     wanted = [
         f"run.epochs={EPOCHS}",
         f"run.dir={place}",

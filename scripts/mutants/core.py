@@ -482,8 +482,8 @@ RECORDER = [
     ),
     _recording(
         "another-loss",
-        "if watched_pair is None or watched_pair[0] != loss or self._losses.compiles:",
-        "if watched_pair is None or self._losses.compiles:",
+        "if watched_pair is None or watched_pair[0] != loss or self._compiles:",
+        "if watched_pair is None or self._compiles:",
         "the loss of the first step is used for ever",
     ),
     _values(
@@ -807,8 +807,8 @@ LOG = [
     ),
     _log(
         "epoch",
-        "self._later.begin(self._record_scalars(engine, step, step / steps_per_epoch))",
-        "self._later.begin(self._record_scalars(engine, step, step // steps_per_epoch))",
+        "self._later.begin(self._log(engine, step, step / steps_per_epoch))",
+        "self._later.begin(self._log(engine, step, step // steps_per_epoch))",
         "the logged epoch has no fraction",
     ),
     _log(

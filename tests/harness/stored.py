@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness.internals import checkpoint, open_content, read_whole
 from harness.training import keep_rules
 from trainer.core.checkpoints.disk import Disk
-from trainer.core.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
+from trainer.core.checkpoints.saver import Mail, Publisher, Saver, Snapshot
 from trainer.core.strategy.tensor_shards import Shard
 
 Shards = Mapping[str, Mapping[str, Shard]]
@@ -27,15 +27,15 @@ def opened_saver(
     check_owner: Callable[[], None] = lambda: None,
     keep_last: int = 10**6,
     limit_s: float = LIMIT_S,
-) -> Iterator[PartSaver]:
+) -> Iterator[Saver]:
     """The saver of one of `size` ranks that write their parts."""
     keep = keep_rules(keep_last, 0)
     mail = Mail(store, rank, range(size), limit_s)
     if rank:
-        saver = PartSaver(root.parent, keep, mail)
+        saver = Saver(root.parent, mail)
     else:
         disk = Disk(root, keep, print)
-        saver = DiskSaver(
+        saver = Publisher(
             root.parent, keep, disk, check_owner, lambda: None, lambda step, path: None, mail
         )
     saver.root = root

@@ -17,7 +17,7 @@ from harness.s3 import proxied
 from harness.training import fit
 
 from trainer import load_config
-from trainer.core.checkpoints.saver import DiskSaver, copy_again
+from trainer.core.checkpoints.saver import Publisher, copy_again
 from trainer.core.checkpoints.transaction import steps
 from trainer.core.distributed import exit_barrier
 from trainer.places.bucket import Bucket
@@ -120,7 +120,7 @@ def test_end_of_a_run_writes_the_manifest_after_its_files_and_the_release_last(
 def test_checkpoint_that_is_still_written_is_not_taken_as_copied():
     saving = Future()
     saver = SimpleNamespace(_saving=saving, _mirror=None)
-    is_copied = DiskSaver.is_copied.fget
+    is_copied = Publisher.is_copied.fget
     assert not is_copied(saver)
     saving.set_result(None)
     assert is_copied(saver)

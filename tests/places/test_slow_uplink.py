@@ -13,7 +13,7 @@ from harness import fit_on, on_ranks
 from harness.s3 import proxied
 from harness.throttle import DOWN, UP, slow_line
 
-from trainer.core.checkpoints.disk import FileContents
+from trainer.core.checkpoints.transaction import CheckpointFiles
 from trainer.core.config.copies import copy_of
 from trainer.core.config.stores import Held, StoreError
 from trainer.places import bucket
@@ -194,13 +194,13 @@ def test_ranks_wait_for_one_that_fetches_for_longer_than_a_collective_may(tmp_pa
     """Ranks fetch what they verify, and the one with less to do gave up after dist.timeout_s."""
     words = [*RECIPE, f"checkpoint.mirror=file://{tmp_path}/bucket/first"]
     fit_on(2, tmp_path / "one", *words, "run.steps=4")
-    verify = FileContents.verify
+    verify = CheckpointFiles.verify
 
     def verify_slowly(files, names):
         if os.environ["RANK"] == "0":
             time.sleep(3)
         verify(files, names)
 
-    monkeypatch.setattr(FileContents, "verify", verify_slowly)
+    monkeypatch.setattr(CheckpointFiles, "verify", verify_slowly)
     resumed = fit_on(2, tmp_path / "two", *words, "dist.timeout_s=2", "run.resume=auto")
     assert len(resumed["seen"]) == 2

@@ -180,7 +180,7 @@ class Mirrored:
         damaged disk would replace a good checkpoint there by a bad one."""
         if step not in self._verified:
             try:
-                checkpoint.files.verify(checkpoint.files)
+                checkpoint.verify(checkpoint)
             except CheckpointError as error:
                 if transaction.is_gone(checkpoint.path):
                     raise

@@ -65,7 +65,7 @@ def save(root: Path, step: int, metric: float | None = None, **more) -> Path:
 def whole(loaded: checkpoint.CheckpointFiles | None) -> int:
     """Return the step of a checkpoint, after checking that its content is complete."""
     assert loaded is not None
-    assert list(loaded.files) == FILES
+    assert list(loaded) == FILES
     step = loaded.manifest["step"]
     stored.check_same_bits(stored.content_of(loaded), content(step))
     return step

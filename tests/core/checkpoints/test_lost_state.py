@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
 def test_buffer_that_the_model_does_not_save_is_resumed_in_any_layout(mesh, whole, tmp_path):
     ranks, words = MESHES[mesh]
     first = fit_on(ranks, tmp_path, "task=meshed", *words, *SHORT, task=Moving)
-    index = json.loads(newest(first["directory"]).files["tensors.json"])
+    index = json.loads(newest(first["directory"])["tensors.json"])
     assert sorted(index["buffer"]) == [f"blocks.{n}.size_of_inputs" for n in range(4)]
     assert not any("size_of_inputs" in name for name in index["model"])
     words = [

@@ -21,7 +21,7 @@ from trainer.base.errors import CheckpointError, ConfigError, RunError
 from trainer.base.process.table import kernel_state
 from trainer.core.checkpoints import tensor_files, transaction
 from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.checkpoints.saver import DiskSaver, Snapshot
+from trainer.core.checkpoints.saver import Publisher, Snapshot
 from trainer.core.strategy.tensor_shards import Shard
 
 RECIPE = ["task=tiny", "run.steps=30"]
@@ -230,7 +230,7 @@ def test_background_checkpoint_is_of_its_step_though_training_continues(tmp_path
     for step, path in paths.items():
         ours = checkpoint.load(path)
         theirs = checkpoint.load(behind["directory"] / "checkpoints" / path.name)
-        assert list(ours.files) == list(theirs.files)
+        assert list(ours) == list(theirs)
         check_same_bits(content_of(ours), content_of(theirs), f"step {step}")
 
 
@@ -280,7 +280,7 @@ def test_optimizer_steps_do_not_reach_a_private_copy():
 
 
 def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, monkeypatch):
-    real, running, most = DiskSaver._save, [0], [0]
+    real, running, most = Publisher._save, [0], [0]
 
     def watched(*arguments):
         running[0] += 1
@@ -289,7 +289,7 @@ def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, mo
         real(*arguments)
         running[0] -= 1
 
-    monkeypatch.setattr(DiskSaver, "_save", watched)
+    monkeypatch.setattr(Publisher, "_save", watched)
 
     def body():
         run = fit(tmp_path, *RECIPE, *EVERY_3)

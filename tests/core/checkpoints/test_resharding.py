@@ -102,7 +102,7 @@ def test_each_rank_writes_its_part_and_the_index_covers_every_element(saved):
     loaded = saved("fsdp x 3")
     ranks = {entry["rank"] for entry in loaded.manifest["files"].values()}
     assert ranks == {0, 1, 2} and loaded.manifest["format"] == 4
-    index = json.loads(loaded.files[INDEX])
+    index = json.loads(loaded[INDEX])
     sizes = {name: len(entry["parts"]) for name, entry in index["model"].items()}
     assert sizes["embed.weight"] == 3 and sizes["few"] == 2 and sizes["temperature"] == 1
     assert index["model"]["head.weight"]["same_as"] == "embed.weight"  # written once

@@ -17,10 +17,10 @@ from harness.verbs import use_verb
 from safetensors.torch import load_file
 
 from trainer import CheckpointError, ConfigError, RunError, load_config
-from trainer.core.checkpoints import disk, tensor_files, transaction
+from trainer.core.checkpoints import tensor_files, transaction
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.reading import FileTensors, read_on_all_ranks
-from trainer.core.checkpoints.saver import DiskSaver, Mail, Snapshot
+from trainer.core.checkpoints.saver import Mail, Publisher, Snapshot
 from trainer.core.checkpoints.tensor_files import (
     DTYPES,
     check_index,
@@ -292,12 +292,12 @@ def test_each_file_is_opened_once_and_a_name_is_looked_up_without_reading(tmp_pa
         parts.append({"model": own})
     loaded = transaction.load(stored.save(tmp_path, 1, parts, {}, {}))
     opened, read = [], []
-    real, real_read = safetensors.safe_open, disk.read_sized
+    real, real_read = safetensors.safe_open, transaction.read_sized
     monkeypatch.setattr(
         safetensors, "safe_open", lambda *given: opened.append(given[0].name) or real(*given)
     )
     monkeypatch.setattr(
-        disk, "read_sized", lambda *given: read.append(given[0].name) or real_read(*given)
+        transaction, "read_sized", lambda *given: read.append(given[0].name) or real_read(*given)
     )
     stored.check_same_bits(stored.tensors_of(loaded), given)
     assert sorted(opened) == ["model-r00000.safetensors", "model-r00001.safetensors"]
@@ -471,7 +471,7 @@ def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
     keep = keep_rules(9, 0)
     mail = Mail(dist.HashStore(), 0, [0, 1], limit_s=0.1)
     disk = Disk(tmp_path, keep, print)
-    saver = DiskSaver(
+    saver = Publisher(
         tmp_path, keep, disk, lambda: None, lambda: None, lambda step, path: None, mail
     )
     half = Shard(torch.ones(2), (4,), (0,), True)

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.core.checkpoints import transaction as checkpoint
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.run_directory import Lease
-from trainer.core.checkpoints.saver import DiskSaver, Mail, Saver, Snapshot
+from trainer.core.checkpoints.saver import Mail, Publisher, Saver, Snapshot
 from trainer.core.config.schema import LogSettings
 from trainer.core.record.trackers import Record
 from trainer.core.record.trackers.console import Console
@@ -32,7 +32,7 @@ KEEP = replace(keep_rules(1, 0), background=False)
 
 def open_record(
     directory: Path, begin: int = 0, is_resumed: bool = False
-) -> tuple[Record, DiskSaver]:
+) -> tuple[Record, Publisher]:
     """Return rank 0's record and saver, in a directory that exists already."""
     lease = Lease(directory)
     console = Console()
@@ -41,7 +41,7 @@ def open_record(
     board = TensorBoard(directory, begin, is_resumed, LOG, ["eval"], disk)
     record = Record([console, board, files])
     mail = Mail(dist.HashStore(), 0, [0], limit_s=60)
-    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush, record.saved, mail)
+    return record, Publisher(directory, KEEP, disk, lease.check, record.flush, record.saved, mail)
 
 
 def snapshot(step: int) -> Snapshot:

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer import ConfigError
 from trainer.base.errors import CheckpointError
-from trainer.core.checkpoints.progress import Progress
+from trainer.core.checkpoints.progress import RunProgress
 from trainer.core.checkpoints.run_directory import BAD_STEP
 from trainer.core.engine.evaluation import Evaluator
 from trainer.core.engine.means import Means
@@ -195,7 +195,7 @@ NOTED = {
 
 @pytest.mark.parametrize(("mode", "least"), NOTED)
 def test_the_best_evaluation_and_those_since_a_better_one(mode, least):
-    state = Progress.begin(1)
+    state = RunProgress.begin(1)
     for value, is_best, best_step, stale in NOTED[mode, least]:
         state.advance()
         assert state.note({"eval/a": value}, "eval/a", mode, least) is is_best
@@ -204,7 +204,7 @@ def test_the_best_evaluation_and_those_since_a_better_one(mode, least):
 
 
 def test_another_metric_begins_a_new_best():
-    state = Progress.begin(1)
+    state = RunProgress.begin(1)
     state.note({"eval/a": 1.0, "eval/b": 9.0}, "eval/a", "min", 0.0)
     state.advance()
     assert state.note({"eval/a": 2.0, "eval/b": 10.0}, "eval/b", "min", 0.0)
@@ -215,7 +215,7 @@ def test_another_metric_begins_a_new_best():
 
 
 def test_an_evaluation_that_an_earlier_process_recorded_is_taken_once():
-    state = Progress.begin(1)
+    state = RunProgress.begin(1)
     state.advance()
     state.recall({}, "eval/a", "min", 0.0)
     assert state.evaluated == -1

@@ -1,93 +1,17 @@
-"""The files of a checkpoint, verified when they are read, and advice for disk errors."""
+"""The disk of a run directory: what its errors mean, and whether they end the run."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from trainer.base.durable_files import digest_file, read_sized
-from trainer.base.errors import CheckpointError, RunError
-from trainer.core.config import copies
+from trainer.base.errors import RunError
 from trainer.core.config.schema import CheckpointSettings
-from trainer.core.config.stores import NotThereError, StoreError
-
-
-class FileContents(Mapping[str, bytes]):
-    """The files of a checkpoint by name, read when they are asked for."""
-
-    def __init__(self, path: Path, entries: Mapping[str, Any]):
-        self._path = path
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> bytes:
-        """Read a file. Raises CheckpointError if a byte differs from what was written."""
-        entry = self._entries[name]
-        path = self.place(name)
-        with _errors_named(path):
-            size, data = read_sized(path, entry["bytes"])
-        _check(entry, path, size, hashlib.sha256(data).hexdigest())
-        return data
-
-    def place(self, name: str) -> Path:
-        """Return the path of a file, which is fetched if the checkpoint is in a store.
-
-        Raises CheckpointError if it is not there or differs, RunError if it cannot be fetched now:
-        an older checkpoint would lose steps.
-        """
-        entry = self._entries[name]
-        try:
-            return copies.fetch(self._path, name, entry["bytes"], partial(_check, entry))
-        except NotThereError as error:
-            raise CheckpointError(str(error)) from None
-        except (StoreError, OSError) as error:
-            raise cannot_fetch(error) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's own would read the file
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Read files block by block. Raises CheckpointError if a byte has changed."""
-        for name in names:
-            entry = self._entries[name]
-            path = self.place(name)
-            with _errors_named(path):
-                size_and_digest = digest_file(path, entry["bytes"])
-            _check(entry, path, *size_and_digest)
-
-
-@contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{path!s}: {getattr(error, 'strerror', error)}") from None
-
-
-def cannot_fetch(error: Exception) -> RunError:
-    return RunError(f"{error}; check the network and the disk, and start again")
-
-
-def _check(entry: Mapping[str, Any], path: object, size: int, sha256: str) -> None:
-    if size != entry["bytes"]:
-        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} were written")
-    if sha256 != entry["sha256"]:
-        raise CheckpointError(f"""{path}:
-            its SHA-256 differs from the manifest's, so bits have changed""")
-
 
 # Process limits whose errors look like disk errors: the limit, its shell command, its unit.
 LIMITS = {

@@ -14,8 +14,8 @@ from trainer.core.config.typed import build
 
 
 @dataclass
-class Progress:
-    """Progress of a run, saved with every checkpoint. `step` counts global batches."""
+class RunProgress:
+    """RunProgress of a run, saved with every checkpoint. `step` counts global batches."""
 
     step: int
     run_id: str
@@ -32,13 +32,13 @@ class Progress:
     ended_of: int = 0
 
     @classmethod
-    def begin(cls, world_size: int) -> Progress:
+    def begin(cls, world_size: int) -> RunProgress:
         return cls(0, secrets.token_hex(8), [[0, world_size]])
 
     @classmethod
     def resume(
         cls, manifest: Manifest, saved: dict[str, Any], world_size: int, is_same_run: bool
-    ) -> Progress:
+    ) -> RunProgress:
         """Restore the progress from a checkpoint; from another run's, only step and sessions.
 
         Raises ConfigError for a progress that no run has saved.

@@ -16,9 +16,14 @@ from trainer.base.codec import DTYPES, dtype_of, name_of
 from trainer.base.errors import CheckpointError, ConfigError, one_line
 from trainer.base.plain_files import parse_json
 from trainer.core.checkpoints import tensor_files
-from trainer.core.checkpoints.disk import cannot_fetch
 from trainer.core.checkpoints.tensor_files import INDEX, TENSOR_KINDS, box_name, check_index
-from trainer.core.checkpoints.transaction import LISTING_TRIES, CheckpointFiles, Manifest, is_gone
+from trainer.core.checkpoints.transaction import (
+    LISTING_TRIES,
+    CheckpointFiles,
+    Manifest,
+    cannot_fetch,
+    is_gone,
+)
 from trainer.core.config import copies
 from trainer.core.config.stores import NotThereError, StoreError
 from trainer.core.config.typed import show
@@ -185,23 +190,20 @@ class Content:
 
 def open_content(loaded: CheckpointFiles) -> Content:
     """Open a verified checkpoint. Raises CheckpointError."""
-    files = loaded.files
     for file in (INDEX, TRAINING):
-        if file not in files:
+        if file not in loaded:
             raise CheckpointError(f"""{loaded.path.name}:
                 has no {file}, so it is not a run's checkpoint""")
-    training = tensor_files.unpack(files[TRAINING], CPU)
+    training = tensor_files.unpack(loaded[TRAINING], CPU)
     try:
-        index = check_index(parse_json(files[INDEX]), loaded.manifest["files"])
+        index = check_index(parse_json(loaded[INDEX]), loaded.manifest["files"])
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = one_line(error) or type(error).__name__
         raise CheckpointError(f"{loaded.path}/{INDEX}: is not an index: {reason}") from None
-    path_of = loaded.files.place
-    return Content(
-        {kind: FileTensors(loaded.path, index[kind], path_of) for kind in TENSOR_KINDS}, training
-    )
+    sources = {kind: FileTensors(loaded.path, index[kind], loaded.place) for kind in TENSOR_KINDS}
+    return Content(sources, training)
 
 
 def tell_content(group: Group, content: Content | None) -> Content:
@@ -349,9 +351,9 @@ def _open(group: Group, path: Path, has_optimizer: bool) -> Restoration:
     with group.agreed("verifying the checkpoint", FETCH_LIMIT if address else None):
         own = CheckpointFiles(path, raw)
         if not is_unseen:
-            own.files.verify(_own_names(group, raw["files"], bool(address), has_optimizer))
+            own.verify(_own_names(group, raw["files"], bool(address), has_optimizer))
         elif is_root:
-            own.files.verify(_needed(raw["files"], bool(address), has_optimizer))
+            own.verify(_needed(raw["files"], bool(address), has_optimizer))
         if is_root or not is_unseen:
             content = open_content(own)
             if not address:  # its copy has no files that the run could remove

@@ -100,10 +100,17 @@ class Mail:
 
 
 class Saver:
-    """A saver that saves nothing: that of a rank whose state rank 0 has too."""
+    """Writes this rank's part of each checkpoint, in the background if it may.
 
-    def __init__(self, directory: Path):
+    Without `mail` it writes nothing: rank 0 has the state of this rank, too.
+    """
+
+    def __init__(self, directory: Path, mail: Mail | None = None):
         self.root = directory / "checkpoints"
+        self._mail = mail
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
+        self._is_lost = False
 
     def path_of(self, step: int) -> Path:
         return transaction.final_path(self.root, step)
@@ -118,17 +125,50 @@ class Saver:
         Rank 0 then publishes it, and removes older checkpoints, but never the best. If `is_behind`
         is true, a thread does all this with a copy of the snapshot; `wait` waits for the thread.
         """
+        if self._mail is None:
+            return
+        if is_behind:
+            copied = snapshot.private_copy()
+            self._saving = self._pool.submit(self._save_behind, self._mail, Path(staging), copied)
+        else:
+            self._save(self._mail, Path(staging), snapshot)
+
+    def _save_behind(self, mail: Mail, staging: Path, snapshot: Snapshot) -> None:
+        """Save in the background; the loop reads `has_failed` after every step."""
+        try:
+            self._save(mail, staging, snapshot)
+        except BaseException:
+            self._is_lost = True
+            raise  # `wait` raises it in the main thread
+
+    def _save(self, mail: Mail, staging: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files and tell rank 0 what they hold, or what failed."""
+        try:
+            written = tensor_files.write_shards(staging, mail.rank, snapshot.shards)
+        except OSError as error:
+            problem = [error.errno, error.strerror, str(error.filename or staging)]
+            mail.post(staging, {"problem": problem})  # rank 0 decides what it means
+        except Exception as error:
+            mail.post(staging, {"problem": str(error)})
+            raise
+        else:
+            mail.post(staging, {"written": written})
 
     def wait(self, step: int | None = None) -> None:
         """Wait for the checkpoint that is being written.
 
         Raises RunError, one line, if it failed, or if `step` does not exist afterwards.
         """
+        if self._saving is not None:
+            try:
+                self._saving.result()
+            finally:
+                self._saving = None
 
     @property
     def has_failed(self) -> bool:
         """True if `wait` would raise. Read after every step."""
-        return False
+        return self._is_lost
 
     def withdraw(self, step: int) -> None:
         """Move the checkpoints of `step` and later aside."""
@@ -140,65 +180,13 @@ class Saver:
 
     def close(self, beat: Callable[[], None] = lambda: None) -> None:
         """Write the rest, and copy it to the mirror, which calls `beat` while it does."""
-
-
-class PartSaver(Saver):
-    """The saver of a rank that writes its own shards."""
-
-    def __init__(self, directory: Path, keep: CheckpointSettings, mail: Mail):
-        super().__init__(directory)
-        self._keep = keep
-        self._mail = mail
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
-        self._is_lost = False
-
-    def save(self, staging: str, snapshot: Snapshot, is_behind: bool) -> None:
-        if is_behind:
-            copied = snapshot.private_copy()
-            self._saving = self._pool.submit(self._save_behind, Path(staging), copied)
-        else:
-            self._save(Path(staging), snapshot)
-
-    def _save_behind(self, staging: Path, snapshot: Snapshot) -> None:
-        """Save in the background; the loop reads `has_failed` after every step."""
-        try:
-            self._save(staging, snapshot)
-        except BaseException:
-            self._is_lost = True
-            raise  # `wait` raises it in the main thread
-
-    def _save(self, staging: Path, snapshot: Snapshot) -> None:
-        """Write this rank's files and tell rank 0 what they hold, or what failed."""
-        try:
-            written = tensor_files.write_shards(staging, self._mail.rank, snapshot.shards)
-        except OSError as error:
-            problem = [error.errno, error.strerror, str(error.filename or staging)]
-            self._mail.post(staging, {"problem": problem})  # rank 0 decides what it means
-        except Exception as error:
-            self._mail.post(staging, {"problem": str(error)})
-            raise
-        else:
-            self._mail.post(staging, {"written": written})
-
-    def wait(self, step: int | None = None) -> None:
-        if self._saving is not None:
-            try:
-                self._saving.result()
-            finally:
-                self._saving = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self._is_lost
-
-    def close(self, beat: Callable[[], None] = lambda: None) -> None:
-        self._mail.close()
+        if self._mail is not None:
+            self._mail.close()
         self._pool.shutdown()
 
 
-class DiskSaver(PartSaver):
-    """Rank 0's saver. It writes all earlier log entries to disk before each checkpoint."""
+class Publisher(Saver):
+    """Rank 0's saver, which publishes. All earlier log entries are on disk before a checkpoint."""
 
     def __init__(
         self,
@@ -216,7 +204,8 @@ class DiskSaver(PartSaver):
         It repairs the directory if nobody has. `tell_saved` gets each published checkpoint, and
         `mirror` copies it.
         """
-        super().__init__(directory, keep, mail)
+        super().__init__(directory, mail)
+        self._keep = keep
         self._disk = disk
         self._check_owner = check_owner
         self._flush_record = flush_record
@@ -261,10 +250,10 @@ class DiskSaver(PartSaver):
     def has_failed(self) -> bool:
         return self._is_lost or self._disk.failure is not None
 
-    def _save(self, staging: Path, snapshot: Snapshot) -> None:
+    def _save(self, mail: Mail, staging: Path, snapshot: Snapshot) -> None:
         try:
             with transaction.removed_on_error(staging):
-                self._publish(staging, snapshot)
+                self._publish(mail, staging, snapshot)
             self._disk.recover("saving")
             self._tell_saved(snapshot.step, self.path_of(snapshot.step))
         except OSError as error:
@@ -293,12 +282,12 @@ class DiskSaver(PartSaver):
         self._check_owner()  # raises if a new owner has removed the staged files
         self._disk.report(error, f"saving step {step}", size)
 
-    def _publish(self, staging: Path, snapshot: Snapshot) -> None:
+    def _publish(self, mail: Mail, staging: Path, snapshot: Snapshot) -> None:
         try:
             self._flush_record()
             files, index = tensor_files.write_shards(staging, 0, snapshot.shards)
         finally:
-            lines = self._mail.collect(staging)  # before the directory may be removed
+            lines = mail.collect(staging)  # before the directory may be removed
         indices = [index]
         for line in lines:
             problem = line.get("problem")

@@ -17,18 +17,20 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from trainer.base.durable_files import sync_directory, write_file
-from trainer.base.errors import CheckpointError, ConfigError
+from trainer.base.durable_files import digest_file, read_sized, sync_directory, write_file
+from trainer.base.errors import CheckpointError, ConfigError, RunError
 from trainer.base.plain_files import MOST_OF_JSON, digest_json, parse_json, read_file
-from trainer.core.checkpoints.disk import FileContents
+from trainer.core.config import copies
 from trainer.core.config.saved_config import MANIFEST
 from trainer.core.config.schema import CheckpointSettings
+from trainer.core.config.stores import NotThereError, StoreError
 from trainer.core.config.typed import build, convert, limit
 
 CHECKPOINT_FORMAT = 4
@@ -177,8 +179,8 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class CheckpointFiles:
-    """A checkpoint with a valid manifest; `load` also verifies its files."""
+class CheckpointFiles(Mapping[str, bytes]):
+    """A checkpoint with a valid manifest: its files by name, each read when it is asked for."""
 
     path: Path
     manifest: dict[str, Any]
@@ -189,8 +191,70 @@ class CheckpointFiles:
         return cls(path, read_manifest(path))
 
     @property
-    def files(self) -> FileContents:
-        return FileContents(self.path, self.manifest["files"])
+    def _entries(self) -> Mapping[str, Any]:
+        entries: dict[str, Any] = self.manifest["files"]
+        return entries
+
+    def __getitem__(self, name: str) -> bytes:
+        """Read a file. Raises CheckpointError if a byte differs from what was written."""
+        entry = self._entries[name]
+        path = self.place(name)
+        with _errors_named(path):
+            size, data = read_sized(path, entry["bytes"])
+        _check(entry, path, size, hashlib.sha256(data).hexdigest())
+        return data
+
+    def place(self, name: str) -> Path:
+        """Return the path of a file, which is fetched if the checkpoint is in a store.
+
+        Raises CheckpointError if it is not there or differs, RunError if it cannot be fetched now:
+        an older checkpoint would lose steps.
+        """
+        entry = self._entries[name]
+        try:
+            return copies.fetch(self.path, name, entry["bytes"], partial(_check, entry))
+        except NotThereError as error:
+            raise CheckpointError(str(error)) from None
+        except (StoreError, OSError) as error:
+            raise cannot_fetch(error) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read files block by block. Raises CheckpointError if a byte has changed."""
+        for name in names:
+            entry = self._entries[name]
+            path = self.place(name)
+            with _errors_named(path):
+                size_and_digest = digest_file(path, entry["bytes"])
+            _check(entry, path, *size_and_digest)
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{path!s}: {getattr(error, 'strerror', error)}") from None
+
+
+def cannot_fetch(error: Exception) -> RunError:
+    return RunError(f"{error}; check the network and the disk, and start again")
+
+
+def _check(entry: Mapping[str, Any], path: object, size: int, sha256: str) -> None:
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path}: {size} bytes, {entry['bytes']} were written")
+    if sha256 != entry["sha256"]:
+        raise CheckpointError(f"""{path}:
+            its SHA-256 differs from the manifest's, so bits have changed""")
 
 
 def final_path(root: Path, step: int) -> Path:
@@ -263,7 +327,7 @@ def load(path: Path) -> CheckpointFiles:
     Raises CheckpointError, with the reason, if any byte differs from what was written.
     """
     loaded = CheckpointFiles.read(path)
-    loaded.files.verify(loaded.files)
+    loaded.verify(loaded)
     return loaded
 
 

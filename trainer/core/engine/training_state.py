@@ -84,42 +84,25 @@ def _facts_of(tensor: torch.Tensor) -> list[Any]:
     return [name_of(tensor.dtype), list(tensor.shape), digest(tensor)]
 
 
-class FrozenWeights:
-    """The parameters that do not train, as built; `facts` are those of `describe_frozen`."""
+def _read_frozen(tensors: Tensors, facts: BuiltFacts, is_built: bool = False) -> dict[str, int]:
+    """Return digests of the weights that do not train, of the parts that this rank writes.
 
-    def __init__(self, tensors: Tensors, facts: BuiltFacts, group: Group):
-        self._tensors = tensors
-        self._facts = facts
-        self._group = group
-        self._built = self._read_digests(is_built=True)
-
-    def list_left_out(self) -> BuiltFacts:
-        """Return the facts of those that still have the bits that they were built with.
-
-        A collective: ranks may have parts of them.
-        """
-        digests = self._read_digests() if self._facts else {}
-        flags = [digests.get(name) != self._built.get(name) for name in self._facts]
-        changed = self._group.max(*flags) if flags else []
-        pairs = zip(self._facts.items(), changed, strict=True)
-        return {name: facts for (name, facts), is_changed in pairs if not is_changed}
-
-    def _read_digests(self, is_built: bool = False) -> dict[str, int]:
-        """Return the digests of the parts that this rank writes."""
-        digests: dict[str, int] = {}
-        cache: dict[Any, int] = {}
-        shards = self._tensors.shards() if self._facts else {}
-        for name, shard in shards.items():
-            if name not in self._facts or not shard.is_written:
-                continue
-            part = shard.tensor
-            dtype, shape, built_digest = self._facts[name]
-            if is_built and [name_of(part.dtype), list(part.shape)] == [dtype, shape]:
-                digests[name] = built_digest
-                continue
-            key = (part.data_ptr(), part.shape, part.stride())
-            digests[name] = cache.setdefault(key, digest(part)) if key not in cache else cache[key]
-        return digests
+    `facts` are those of `describe_frozen`, which hold the digests of whole weights as built.
+    """
+    digests: dict[str, int] = {}
+    cache: dict[Any, int] = {}
+    shards = tensors.shards() if facts else {}
+    for name, shard in shards.items():
+        if name not in facts or not shard.is_written:
+            continue
+        part = shard.tensor
+        dtype, shape, built_digest = facts[name]
+        if is_built and [name_of(part.dtype), list(part.shape)] == [dtype, shape]:
+            digests[name] = built_digest
+            continue
+        key = (part.data_ptr(), part.shape, part.stride())
+        digests[name] = cache.setdefault(key, digest(part)) if key not in cache else cache[key]
+    return digests
 
 
 def find_other_base(
@@ -316,7 +299,8 @@ class TrainingState:
         self._optimizers = optimizers
         self.ema = open_ema(parts.config, self._tensors)
         self.buffers = Buffers(self._tensors)
-        self._frozen = FrozenWeights(self._tensors, parts.frozen, self._group)
+        self._frozen = parts.frozen
+        self._frozen_digests = _read_frozen(self._tensors, self._frozen, is_built=True)
 
     def check(self) -> None:
         """Raise ConfigError for a model that was changed, or state that no resume could load."""
@@ -352,10 +336,22 @@ class TrainingState:
         Collective: every rank must call it.
         """
         shards = self.shards()
-        left_out = self._frozen.list_left_out()
+        left_out = self._list_left_out()
         model = shards["model"].items()
         shards["model"] = {name: shard for name, shard in model if name not in left_out}
         return shards, left_out
+
+    def _list_left_out(self) -> BuiltFacts:
+        """Return the facts of frozen weights that still have the bits of their start.
+
+        A collective: ranks may have parts of them.
+        """
+        facts, built = self._frozen, self._frozen_digests
+        digests = _read_frozen(self._tensors, facts) if facts else {}
+        flags = [digests.get(name) != built.get(name) for name in facts]
+        changed = self._group.max(*flags) if flags else []
+        pairs = zip(facts.items(), changed, strict=True)
+        return {name: each for (name, each), is_changed in pairs if not is_changed}
 
     def load(
         self,

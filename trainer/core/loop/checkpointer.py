@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.errors import ConfigError
 from trainer.base.plain_files import strict
 from trainer.core.checkpoints import resume
-from trainer.core.checkpoints.progress import Progress
+from trainer.core.checkpoints.progress import RunProgress
 from trainer.core.checkpoints.reading import read_on_all_ranks, wrong_state_named
 from trainer.core.checkpoints.saver import Snapshot
 from trainer.core.checkpoints.transaction import Manifest, steps
@@ -77,7 +77,7 @@ class Checkpointer:
         """Return the step of the newest checkpoint, 0 without one."""
         return max(steps(self._saver.root), default=0)
 
-    def save(self, state: Progress, is_over: bool) -> Sequence[int]:
+    def save(self, state: RunProgress, is_over: bool) -> Sequence[int]:
         """Publish a checkpoint of the state, unless this step has one already. A collective.
 
         Returns the indices of examples that could not be read since the last one, on every rank.
@@ -123,7 +123,7 @@ class Checkpointer:
                 named = ", ".join(told[:MOST_NAMED]) + more
                 self._record.say(f"warning: a checkpoint does not hold {named}: {why}")
 
-    def save_after_error(self, state: Progress, flush: Callable[[], None]) -> bool:
+    def save_after_error(self, state: RunProgress, flush: Callable[[], None]) -> bool:
         """Publish the state after an error between two steps; return True if it is saved then.
 
         `flush` raises an error for a step that must not be published. A collective that does
@@ -143,7 +143,7 @@ class Checkpointer:
             return False
         return True
 
-    def _facts(self, state: Progress) -> dict[str, Any]:
+    def _facts(self, state: RunProgress) -> dict[str, Any]:
         """Return the entries of the manifest except files, step and what is left out."""
         setup = self._setup
         config = setup.config
@@ -172,7 +172,7 @@ def restore(
     data: dict[str, dict[str, Any]],
     origin: resume.Origin,
     num_steps: int,
-) -> tuple[Progress, Manifest | None, resume.Origin, list[str]]:
+) -> tuple[RunProgress, Manifest | None, resume.Origin, list[str]]:
     """Restore engine and batches from `origin`, or start from the weights of `run.init_from`.
 
     Returns the state of the run, the manifest if there is a checkpoint, the origin with the
@@ -186,7 +186,7 @@ def restore(
     restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
     if restored is None:
         lines = [*skipped, *init_from.start_from(config, engine, setup.parts)]
-        return Progress.begin(size), None, origin, lines
+        return RunProgress.begin(size), None, origin, lines
     manifest = restored.manifest
     training = restored.content.training
     with group.agreed("comparing the data"):
@@ -195,7 +195,7 @@ def restore(
     restored.check_base(setup.parts)
     with wrong_state_named():
         engine.state.load(restored.content.sources, training, manifest.frozen)
-        state = Progress.resume(manifest, training["progress"], size, is_same_run)
+        state = RunProgress.resume(manifest, training["progress"], size, is_same_run)
     restored.close(group)
     batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     if state.step > num_steps:

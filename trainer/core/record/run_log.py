@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainer.base.errors import STOPPED, ConfigError
 from trainer.base.process.table import usable_cores
-from trainer.core.checkpoints.progress import Progress
+from trainer.core.checkpoints.progress import RunProgress
 from trainer.core.config.schema import Config
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.devices import find_known
@@ -240,7 +240,7 @@ class RunLog:
 
     def finish(
         self,
-        state: Progress,
+        state: RunProgress,
         num_steps: int,
         flops: float,
         why: str,

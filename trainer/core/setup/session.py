@@ -23,7 +23,7 @@ from trainer.core.checkpoints import resume
 from trainer.core.checkpoints.disk import Disk
 from trainer.core.checkpoints.resume import Origin, take
 from trainer.core.checkpoints.run_directory import read_evaluation, read_exit, write_exit
-from trainer.core.checkpoints.saver import DiskSaver, Mail, PartSaver, Saver
+from trainer.core.checkpoints.saver import Mail, Publisher, Saver
 from trainer.core.config.saved_config import CONFIG, format_config
 from trainer.core.config.schema import Config
 from trainer.core.config.stores import Events, StoreError, open_writer
@@ -256,7 +256,7 @@ def open_directory(parts: Parts, sampling: Sampling, origin: Origin, step: int) 
         warnings = [*lock.before, *opened.warnings]
         return replace(opened, is_shared=is_shared, warnings=warnings)
     has_part = group.world.rank in writers
-    saver = PartSaver(directory, config.checkpoint, mail) if has_part else Saver(directory)
+    saver = Saver(directory, mail if has_part else None)
     return RunDirectory(directory, Record(), saver, evaluation, [], is_shared)
 
 
@@ -318,7 +318,7 @@ def _open(
             events = Events(console.say, record.note, disk.fail)
             mirror = lock.writer.follow(keep, directory, events)
         check = lock.lease.check
-        saver = DiskSaver(directory, keep, disk, check, record.flush, record.saved, mail, mirror)
+        saver = Publisher(directory, keep, disk, check, record.flush, record.saved, mail, mirror)
         undo.pop_all()
     return RunDirectory(directory, record, saver, evaluation, warnings)
 
