@@ -15,7 +15,7 @@ from trainer.core.config.typed import build
 
 @dataclass
 class RunProgress:
-    """RunProgress of a run, saved with every checkpoint. `step` counts global batches."""
+    """Progress of a run, saved with every checkpoint. `step` counts global batches."""
 
     step: int
     run_id: str
