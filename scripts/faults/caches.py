@@ -1,6 +1,6 @@
-"""Caches of shards in which others plant, change, delete and lock files, and shards without end.
+"""Caches of shards that others change, delete and lock, and shards without end.
 
-A run ends like an undisturbed one, or in one line; nothing outside of its cache is written.
+A run ends like an undisturbed one, or in one line.
 """
 
 from __future__ import annotations
@@ -30,83 +30,17 @@ from faults.shards import LIMIT_S, Attack, Case, end, measure_case, quick, refus
 from trainer.shards import sources
 from trainer.shards.index import NAME, OF_MDS
 
-SECRET = b"of somebody else"
 BOMB = 2**28  # bytes that a small file decompresses to
 MOST = 2**20  # bytes of the cache that it is read into
 STUCK_S = 3.0
-ENDINGS = ("", ".part", ".raw", "free")
-Plant = Callable[[Path, Path], None]
-
-
-def _link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def _dangling(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.with_name("new"))
-
-
-def _hard_link(path: Path, victim: Path) -> None:
-    os.link(victim, path)
-
-
-def _pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-def _sparse(path: Path, victim: Path) -> None:
-    path.touch()
-    os.truncate(path, 2**42)
-
-
-def _planted(*plants: Plant) -> Case:
-    """Plant files under every name that the cache uses, before a run that needs all of them."""
-
-    def case(attack: Attack) -> str | None:
-        victim = attack.place / "victim"
-        victim.write_bytes(SECRET)
-        with serving(attack.data) as server:
-            problem = attack.judge(attack.run(server.url))
-            shutil.rmtree(attack.place / "runs")
-            for path in attack.cached():
-                path.unlink()
-                ending = attack.chance.choice(ENDINGS)
-                place = path.with_name("free" if ending == "free" else path.name + ending)
-                if ending == "free" and place.is_file():
-                    place.unlink()
-                with suppress(OSError):  # it is planted already
-                    attack.chance.choice(plants)(place, victim)
-            problem = problem or attack.judge(attack.run(server.url, most=_some(attack)))
-        is_kept = victim.read_bytes() == SECRET and not victim.with_name("new").exists()
-        return problem or (None if is_kept else "a file outside of the cache was written")
-
-    return case
 
 
 def _some(attack: Attack) -> int:
     return int(attack.chance.choice((1300, 10**6)))
 
 
-def linked_folder(attack: Attack) -> str | None:
-    """Put a link in place of the folder of this data in the cache."""
-    outside = attack.place / "outside"
-    outside.mkdir()
-    with serving(attack.data) as server:
-        problem = attack.judge(attack.run(server.url))
-        (place,) = attack.cache.iterdir()
-        shutil.rmtree(place)
-        place.symlink_to(outside)
-        shutil.rmtree(attack.place / "runs")
-        problem = problem or refused(attack.run(server.url), 2, "is a link; give another folder")
-    return problem or (f"{[*outside.iterdir()]} was written" if [*outside.iterdir()] else None)
-
-
 def linked_root(attack: Attack) -> str | None:
-    (attack.place / "disk").mkdir()
+    (attack.place / "disk").mkdir(mode=0o700)
     attack.cache.symlink_to(attack.place / "disk")
     with serving(attack.data) as server:
         return attack.judge(attack.run(server.url, most=_some(attack)))
@@ -322,10 +256,6 @@ def stopped_holder(attack: Attack) -> str | None:
 
 
 CASES: dict[str, tuple[str, Case]] = {
-    "links": ("links planted in a cache", _planted(_link, _dangling)),
-    "hard_links": ("hard links planted in a cache", _planted(_hard_link)),
-    "pipes": ("pipes, folders and sparse files in a cache", _planted(_pipe, _folder, _sparse)),
-    "linked_folder": ("link in place of a cache", linked_folder),
     "linked_root": ("cache behind a link of one's own", linked_root),
     "kept_times": ("flipped bits in cached shards, times kept", kept_times),
     "evicted": ("shards deleted while they are opened", evicted),

@@ -355,7 +355,7 @@ def _write_gz(place: Path) -> None:
 def _disk(place: Path, kilobytes: int) -> Iterator[bool]:
     """Mount a small disk; False if this user may not."""
     place.mkdir(exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(place)]
+    words = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", str(place)]
     if subprocess.run(words, capture_output=True).returncode:
         yield False
         return

@@ -253,7 +253,7 @@ def test_a_shard_that_is_missing_is_named_at_once(folder, tmp_path):
 def test_a_full_disk_is_named_and_a_download_goes_on_where_it_was(folder, tmp_path):
     cache = tmp_path / "small"
     cache.mkdir()
-    if os.system(f"mount -t tmpfs -o size=200k tmpfs {cache} 2>/dev/null"):
+    if os.system(f"mount -t tmpfs -o size=200k,mode=700 tmpfs {cache} 2>/dev/null"):
         pytest.skip("needs the right to mount a file system")
     try:
         (cache / "filler").write_bytes(b"x" * 190_000)

@@ -27,14 +27,8 @@ from trainer.shards.eviction import (
     Grow,
     NextUse,
     bytes_at,
-    create,
-    delete,
     is_at,
-    is_own,
-    name_in_cache,
-    open_folder,
     open_to_lock,
-    open_to_read,
 )
 from trainer.shards.formats.shard_parts import FileBytes, stamp_of
 from trainer.shards.index import ShardIndex
@@ -49,13 +43,14 @@ class ShardCache:
     """The shards as files of this machine. A local folder is read in place.
 
     Processes on a node agree by locks of files, which the kernel releases if one is killed, so
-    any number of runs may share a folder. Each process hashes a file before its first use, once
-    for all that it forks; one that differs, or that is not its own and has no digest in the index,
-    is fetched again. A finished file bears a digest in its time of modification.
+    any number of runs of a user may share a folder, which only this user can write to. Each
+    process hashes a file before its first use, once for all that it forks; one that differs is
+    fetched again. A finished file has its digest in its time of modification.
     """
 
     def __init__(self, source: Source, index: ShardIndex, folder: Path, most_bytes: int):
-        """Raise ConfigError if `folder` cannot be written, or the largest shard does not fit."""
+        """Raise ConfigError if `folder` cannot be written or is open to other users, or if the
+        largest shard does not fit."""
         self._source = source
         self._index = index
         self.most_bytes = most_bytes
@@ -77,16 +72,10 @@ class ShardCache:
             raise ConfigError(f"""cache_bytes={most_bytes}:
                 must hold the largest shard, {largest:,} bytes""")
         try:
-            root = folder.expanduser().absolute()
-        except RuntimeError:  # a user without a home, as in containers
-            raise ConfigError(f"""cache={folder}: must be a folder, as this user has no home;
-                give cache=/tmp/shards""") from None
-        self.folder = root / index.digest
-        self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
-        try:
-            _check_link(root)
-            with open_folder(self.folder) as descriptor:
-                os.close(open_to_lock(descriptor, FREE))
+            self.folder = _open_root(folder) / index.digest
+            self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
+            self._make_folder()
+            os.close(open_to_lock(self.folder / FREE))
         except OSError as error:
             raise ConfigError(f"""cache={folder}: {error.strerror};
                 give another folder, such as cache=/tmp/shards""") from None
@@ -102,11 +91,8 @@ class ShardCache:
 
     def path(self, shard: int) -> Path:
         """Return where a shard lies, or would lie once it is fetched."""
-        return self.folder / self._name(shard)
-
-    def _name(self, shard: int) -> str:
-        is_own = self._is_in_place
-        return self._index.name(shard) if is_own else name_in_cache(self._index, shard)
+        in_place = self.folder / self._index.name(shard)
+        return in_place if self._is_in_place else self._room.path(shard)
 
     def is_ready(self, shard: int) -> bool:
         """Return True if a shard can probably be opened at once."""
@@ -115,7 +101,8 @@ class ShardCache:
     def is_stale(self, shard: int, file: FileBytes) -> bool:
         """Return True if an open file must be opened again, which verifies it.
 
-        One that was deleted to make room is read to its end; a folder has another in its place.
+        One that was deleted, to make room or since it is damaged, is read to its end if it is
+        sound. A folder has another in its place.
         """
         if not file.is_changed:
             return False
@@ -143,18 +130,21 @@ class ShardCache:
         except OSError as error:
             raise self._no_room(shard, error) from None
 
+    def _make_folder(self) -> None:
+        """Make the folder of these shards, which may be deleted by hand at any time."""
+        for folder in (self.folder.parent, self.folder):  # `parents` have another mode
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+
     def _open_or_download(self, shard: int, next_use: NextUse | None) -> FileBytes:
         """Delete all other shards if the disk is full."""
         is_full = False
         for attempt in range(CACHE_TRIES):
             try:
-                with open_folder(self.folder) as folder:
-                    if is_full:
-                        self._room.evict(folder, shard, float("inf"), next_use)
-                    file = self._open_finished(folder, shard)
-                    if file is None:
-                        file = self._download(folder, shard, next_use)
-                    return file
+                self._make_folder()
+                if is_full:
+                    self._room.evict(shard, float("inf"), next_use)
+                file = self._open_finished(shard)
+                return self._download(shard, next_use) if file is None else file
             except FileNotFoundError:  # somebody deletes the folder
                 if attempt == CACHE_TRIES - 1:
                     raise
@@ -164,17 +154,17 @@ class ShardCache:
                 is_full = True
         raise AssertionError
 
-    def _open_finished(self, folder: int, shard: int) -> FileBytes | None:
+    def _open_finished(self, shard: int) -> FileBytes | None:
         """Return the open file of a shard; None, and no file is left, if it is not sound."""
-        name = self._name(shard)
-        descriptor = open_to_read(folder, name)
-        if descriptor is None:
+        path = self.path(shard)
+        try:
+            file = FileBytes(path)
+        except FileNotFoundError:
             return None
-        file = FileBytes(self.folder / name, descriptor)
         if self._is_sound(shard, file):
             return file
         file.close()
-        delete(folder, name)
+        path.unlink(missing_ok=True)
         return None
 
     def _is_sound(self, shard: int, file: FileBytes) -> bool:
@@ -189,17 +179,14 @@ class ShardCache:
         span = self._index.span(shard)
         sha256 = self._sha256(shard)
         size = self._index.size(shard) if span is None else span.tail_end
-        status = file.status
-        is_as_long = status.st_size == size
+        is_as_long = file.status.st_size == size
         if self._compression or size is None:
-            is_as_long = status.st_size <= self.most_bytes
+            is_as_long = file.status.st_size <= self.most_bytes
         if not is_as_long:
             return False
         with file.open() as stream:
             digest = digest_file(stream, span)
-        if sha256:
-            return digest == sha256
-        return status.st_uid == os.geteuid() and status.st_mtime_ns == _time_of(digest)
+        return digest == sha256 if sha256 else file.status.st_mtime_ns == _time_of(digest)
 
     def _sha256(self, shard: int) -> str:
         """Return the digest of a finished file, as far as the index has it."""
@@ -232,68 +219,55 @@ class ShardCache:
         self._verified[shard] = stamp_of(file.status)
         return file
 
-    def _download(self, folder: int, shard: int, next_use: NextUse | None) -> FileBytes:
-        name = self._name(shard)
-        with self._locked_part(folder, name) as part:
-            file = self._open_finished(folder, shard)
+    def _download(self, shard: int, next_use: NextUse | None) -> FileBytes:
+        with self._locked_part(shard) as part:
+            file = self._open_finished(shard)
             if file is not None:  # another process was faster
-                delete(folder, name + PART_ENDING)
+                self._delete(shard, PART_ENDING)
                 return file
             try:
-                return self._write(folder, shard, part, next_use)
+                return self._write(shard, part, next_use)
             except BaseException:
                 with suppress(OSError):
-                    delete(folder, name + RAW_ENDING)
+                    self._delete(shard, RAW_ENDING)
                     if not self._index.sha256(shard):  # the next try begins at the start
-                        delete(folder, name + PART_ENDING)
+                        self._delete(shard, PART_ENDING)
                 raise
 
-    def _write(
-        self, folder: int, shard: int, part: BinaryIO, next_use: NextUse | None
-    ) -> FileBytes:
+    def _delete(self, shard: int, ending: str) -> None:
+        self._room.path(shard, ending).unlink(missing_ok=True)
+
+    def _write(self, shard: int, part: BinaryIO, next_use: NextUse | None) -> FileBytes:
         """Download a shard into its part; return the finished file."""
         index = self._index
-        name = self._name(shard)
-        self._room.evict(folder, shard, self.size(shard), next_use)
-        download(
-            self._source,
-            index.name(shard),
-            part,
-            index.size(shard),
-            index.sha256(shard),
-            index.span(shard),
-            self._room.grower(folder, shard, next_use),
-        )
+        self._room.evict(shard, self.size(shard), next_use)
+        grow = self._room.grower(shard, next_use)
+        sizes = (index.size(shard), index.sha256(shard), index.span(shard))
+        download(self._source, index.name(shard), part, *sizes, grow)
         if not self._compression:
-            return self._publish(folder, shard, part, name + PART_ENDING, next_use)
-        with open(create(folder, name + RAW_ENDING), "w+b") as raw:
-            self._decompress(shard, part, raw, self._room.grower(folder, shard, next_use))
-            file = self._publish(folder, shard, raw, name + RAW_ENDING, next_use)
-        delete(folder, name + PART_ENDING)
+            return self._publish(shard, part, PART_ENDING, next_use)
+        self._delete(shard, RAW_ENDING)
+        with open(self._room.path(shard, RAW_ENDING), "x+b") as raw:
+            self._decompress(shard, part, raw, self._room.grower(shard, next_use))
+            file = self._publish(shard, raw, RAW_ENDING, next_use)
+        self._delete(shard, PART_ENDING)
         return file
 
     @contextmanager
-    def _locked_part(self, folder: int, name: str) -> Iterator[BinaryIO]:
+    def _locked_part(self, shard: int) -> Iterator[BinaryIO]:
         """Open the unfinished download of a file, when no other process writes it any more.
 
-        A process that is killed leaves its part, which the next one of its user continues.
+        A process that is killed leaves its part, which the next one continues.
         """
-        part = name + PART_ENDING
-        written = partial(bytes_at, folder, (part, name + RAW_ENDING))
-        foreign = 0
-        while foreign < CACHE_TRIES:
-            descriptor = open_to_lock(folder, part)
+        part = self._room.path(shard, PART_ENDING)
+        written = partial(bytes_at, (part, self._room.path(shard, RAW_ENDING)))
+        while True:
             # unbuffered: a full disk is met at each write
-            with open(descriptor, "r+b" if is_own(descriptor) else "rb", buffering=0) as file:
-                lock(descriptor, str(self.folder / part), written)
-                if not is_at(folder, part, descriptor):
-                    continue  # the process before has finished it
-                if file.writable():
+            with open(open_to_lock(part), "r+b", buffering=0) as file:
+                lock(file.fileno(), str(part), written)
+                if is_at(part, file.fileno()):  # else the process before has finished it
                     yield file
                     return
-                delete(folder, part)
-                foreign += 1
-        raise OSError(errno.EBUSY, f"another user writes {part} again and again")
 
     def _decompress(self, shard: int, part: BinaryIO, raw: BinaryIO, grow: Grow) -> None:
         name = self._index.name(shard)
@@ -320,12 +294,12 @@ class ShardCache:
         return ServerError(f"{self.folder}: {need}; {advice} another cache= folder")
 
     def _publish(
-        self, folder: int, shard: int, file: BinaryIO, name: str, next_use: NextUse | None
+        self, shard: int, file: BinaryIO, ending: str, next_use: NextUse | None
     ) -> FileBytes:
         """Give a finished file its name; all finished ones have at most the bytes of the cache."""
         digest = self._sha256(shard) or digest_file(file, self._index.span(shard))
         os.utime(file.fileno(), ns=(_time_of(digest),) * 2)
-        self._room.publish(folder, shard, file.fileno(), name, next_use)
+        self._room.publish(shard, file.fileno(), ending, next_use)
         fcntl.flock(file, fcntl.LOCK_UN)  # else it is locked as long as it is open
         finished = FileBytes(self.path(shard), os.dup(file.fileno()))
         self._verified[shard] = stamp_of(finished.status)
@@ -339,12 +313,28 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
 
-def _check_link(root: Path) -> None:
-    """Raise OSError if another user has made the folder of all caches a link."""
-    with suppress(FileNotFoundError):
-        status = root.lstat()
-        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-            raise OSError(errno.ELOOP, "it is another user's link")
+def _open_root(folder: Path) -> Path:
+    """Return the folder of all caches, which is made if there is none.
+
+    Raises ConfigError if another user owns it or may write to it, since nothing else protects its
+    files, and OSError if it cannot be made.
+    """
+    try:
+        root = folder.expanduser().absolute()
+    except RuntimeError:  # a user without a home, as in containers
+        raise ConfigError(f"""cache={folder}: must be a folder, as this user has no home;
+            give cache=/tmp/shards""") from None
+    root.mkdir(0o700, parents=True, exist_ok=True)
+    status = root.stat()
+    user = os.geteuid()
+    if status.st_uid != user:
+        raise ConfigError(f"""cache={folder}: belongs to user {status.st_uid}, and must belong to
+            user {user}, who runs this; give another folder, such as cache=/tmp/shards-{user}""")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"""cache={folder}: has mode {stat.S_IMODE(status.st_mode):o}, so other
+            users may write to it, and must be private; chmod 700 {root}, or give another folder,
+            such as cache={root / "mine"}""")
+    return root
 
 
 def _time_of(digest: str) -> int:

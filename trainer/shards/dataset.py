@@ -59,8 +59,9 @@ class ShardedDataset(Dataset):
         `decode(example)` makes the task's example from what a format gives. `shards`: a part of
         them, such as slice(0, -4), to split a data set. `index`: its address, if it is not beside
         the files. `lanes`, `window`: see `ShardShuffle`. `cache`: a folder on the node's disk, by
-        default LOCKSTEP_CACHE or ~/.cache/lockstep. `cache_bytes`: most bytes in it, or "5GB".
-        `ahead_bytes`: fetched before they are needed, at most half of the cache.
+        default LOCKSTEP_CACHE or ~/.cache/lockstep, that other users cannot write to.
+        `cache_bytes`: most bytes in it, or "5GB". `ahead_bytes`: fetched before they are needed,
+        at most half of the cache.
         """
         most_bytes = check_bytes("cache_bytes", cache_bytes)
         ahead = check_bytes("ahead_bytes", ahead_bytes)

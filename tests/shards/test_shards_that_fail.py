@@ -1,4 +1,4 @@
-"""Caches in which others plant files, and servers that send anything: a run stays right or ends."""
+"""Damaged and endless shards, folders open to others, held locks: a run stays right or ends."""
 
 import bz2
 import fcntl
@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 from harness import CONF, wait_for
@@ -26,8 +25,6 @@ from trainer.shards import download, sources
 from trainer.shards.__main__ import write_index, write_shards
 from trainer.shards.index import ShardIndex, load_index
 from trainer.shards.sources import LocalSource
-
-SECRET = b"of the victim"
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +48,6 @@ def quick(monkeypatch, tmp_path):
 def server(folder):
     with serving(folder) as server:
         yield server
-
-
-@pytest.fixture
-def victim(tmp_path):
-    path = tmp_path / "victim"
-    path.write_bytes(SECRET)
-    return path
 
 
 def check_rows(url, count=7, **options):
@@ -87,110 +77,87 @@ def no_digests(folder, place, sizes=True):
     return place
 
 
-# What is planted ----------------------------------------------------------------------------------
+# Folders of caches --------------------------------------------------------------------------------
 
 
-def link(path, victim):
-    path.symlink_to(victim)
+def mode_of(path):
+    return path.stat().st_mode & 0o7777
 
 
-def hard_link(path, victim):
-    os.link(victim, path)
+def test_a_cache_is_made_for_its_user_only_also_after_it_was_deleted(server, tmp_path):
+    parent = tmp_path / "for_all"
+    parent.mkdir()
+    parent.chmod(0o1777)
+    dataset = check_rows(server.url, cache=parent / "mine")
+    shutil.rmtree(parent / "mine")
+    check_rows(server.url, cache=parent / "mine")
+    dataset[7]
+    assert mode_of(parent / "mine") == mode_of(dataset.cache.folder) == 0o700
 
 
-def dangling(path, victim):
-    path.symlink_to(victim.with_name("new"))
+@pytest.mark.parametrize("mode", [0o775, 0o702, 0o1777])
+def test_a_cache_that_other_users_may_write_to_is_refused(mode, server, tmp_path):
+    place = tmp_path / "cache"
+    place.mkdir()
+    place.chmod(mode)
+    with pytest.raises(ConfigError) as caught:
+        ShardedDataset(server.url, cache=place)
+    assert str(caught.value) == (
+        f"cache={place}: has mode {mode:o}, so other users may write to it, and must be private;"
+        f" chmod 700 {place}, or give another folder, such as cache={place}/mine"
+    )
+    assert [*place.iterdir()] == []
+    check_rows(server.url, cache=place / "mine")
+    place.chmod(0o700)
+    check_rows(server.url, cache=place)
 
 
-def pipe(path, victim):
-    os.mkfifo(path)
-
-
-def empty_folder(path, victim):
-    path.mkdir()
-
-
-def listener(path, victim):
-    home = os.open(path.parent, os.O_RDONLY)  # an address has at most 107 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"/proc/self/fd/{home}/{path.name}")
-    finally:
-        os.close(home)
-
-
-def sparse(path, victim):
-    path.touch()
-    os.truncate(path, 2**42)
-
-
-@pytest.mark.parametrize("ending", ["", ".part", ".raw", "free"])
-@pytest.mark.parametrize("plant", [link, hard_link, dangling, pipe, empty_folder, listener, sparse])
-def test_what_is_planted_in_a_cache_is_replaced_and_not_written_through(
-    plant, ending, server, victim
-):
-    place, name = cache_of(server.url)
-    path = place / (ending if ending == "free" else name + ending)
-    path.unlink(missing_ok=True)
-    plant(path, victim)
-    check_rows(server.url, cache_bytes=1300)
-    assert victim.read_bytes() == SECRET and victim.stat().st_mtime > 1e9
-    assert not victim.with_name("new").exists()
-
-
-@pytest.mark.parametrize("plant", [link, hard_link, pipe])
-def test_what_is_planted_for_a_decompressed_shard_is_not_written_through(plant, tmp_path, victim):
-    found = mds(tmp_path, "str", [b"one"], "gz", gzip.compress)
-    path = found.cache.path(0)
-    plant(path.with_name(f"{path.name}.raw"), victim)
-    assert found[0] == {"x": "one"}
-    assert victim.read_bytes() == SECRET
-
-
-def test_a_link_in_place_of_the_folder_of_a_cache_is_refused(server, tmp_path):
-    place, _ = cache_of(server.url)
-    shutil.rmtree(place)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    dataset = None
-    place.symlink_to(outside)
-    with pytest.raises(ConfigError, match=r"cache=.*: [0-9a-f]{16} in it is a link; give another"):
-        dataset = ShardedDataset(server.url)
-    place.unlink()
-    dataset = ShardedDataset(server.url)
-    shutil.rmtree(place)
-    place.symlink_to(outside)
-    with pytest.raises(RunError, match="is a link; give another cache= folder"):
-        dataset[0]
-    assert [*outside.iterdir()] == []
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_cache_of_another_user_is_refused(is_link, server, tmp_path, monkeypatch):
+    place = tmp_path / "cache"
+    if is_link:
+        (tmp_path / "disk").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "disk")
+    else:
+        place.mkdir(mode=0o700)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError) as caught:
+        ShardedDataset(server.url)
+    assert str(caught.value) == (
+        f"cache={place}: belongs to user {owner}, and must belong to user {owner + 1}, who runs"
+        f" this; give another folder, such as cache=/tmp/shards-{owner + 1}"
+    )
+    assert [*place.iterdir()] == []
 
 
 def test_the_folder_of_all_caches_may_be_a_link(server, tmp_path):
-    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(tmp_path / "disk")
     check_rows(server.url)
     assert [*(tmp_path / "disk").rglob("*.mds")]
 
 
-@pytest.mark.parametrize("ending", ["", ".part", "free"])
-def test_a_folder_with_files_in_place_of_a_file_is_named(ending, server):
-    place, name = cache_of(server.url)
-    path = place / (ending if ending == "free" else name + ending)
-    path.unlink(missing_ok=True)
-    (path / "mine").mkdir(parents=True)
-    with pytest.raises((RunError, ConfigError)) as caught:
-        check_rows(server.url)
-    said = str(caught.value)
-    assert f"{path.name} is a folder and cannot be deleted (Directory not empty); give " in said
-
-
 def test_files_that_others_name_alike_count_for_nothing(server):
     place, name = cache_of(server.url)
-    for other in ("00000001-evil", "00000001-evil.part", f"{name}.raw.raw", "٣-x", "9" * 5000):
-        with suppress(OSError):
-            sparse(place / other[:250], None)
+    others = ("00000001-evil", "00000001-evil.part", f"{name}.raw.raw", "٣-x", "9" * 250)
+    for other in others:
+        sparse(place / other, None)
     check_rows(server.url, 203, cache_bytes=1300)
-    assert (place / "00000001-evil").exists()
+    assert all((place / other).exists() for other in others)
+
+
+def pipe(path, _):
+    os.mkfifo(path)
+
+
+def empty_folder(path, _):
+    path.mkdir()
+
+
+def sparse(path, _):
+    path.touch()
+    os.truncate(path, 2**42)
 
 
 # Bytes that have changed --------------------------------------------------------------------------
@@ -572,6 +539,24 @@ def test_a_shard_that_is_deleted_while_it_is_opened_is_fetched_again(tmp_path):
             thread.join()
 
 
+def test_a_download_in_a_folder_that_was_deleted_leaves_that_of_another_run_alone(folder):
+    whole = (folder / "shard.00000.mds").read_bytes()
+    paths = []
+
+    def reply(connection):
+        (path,) = paths
+        if len(requests) == 1:
+            shutil.rmtree(path.parent)
+            path.parent.mkdir()
+            path.with_name(f"{path.name}.part").write_bytes(whole[:99])
+        answer("200 OK", body=whole)(connection)
+
+    with replying(folder, reply) as (url, requests):
+        paths.append(ShardedDataset(url).cache.path(0))
+        check_rows(url)
+    assert paths[0].read_bytes() == whole
+
+
 def test_a_file_that_becomes_shorter_in_a_cache_is_fetched_again(folder, server):
     dataset = check_rows(server.url)
     data = rows()
@@ -690,108 +675,3 @@ def test_a_limit_on_the_size_of_files_is_named(server):
         "shard shard.00000.mds cannot be written: File too large; raise ulimit -f, or give another"
         " cache= folder"
     )
-
-
-# Several users ------------------------------------------------------------------------------------
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
-
-
-@pytest.fixture
-def shared(tmp_path_factory):
-    """A cache that everybody may write to, in a place that everybody may enter."""
-    place = Path(os.environ.get("TMPDIR", "/tmp")) / f"lockstep-shared-{os.getpid()}"
-    place.mkdir()
-    place.chmod(0o777)
-    yield place
-    shutil.rmtree(place)
-
-
-def as_user(number, body):
-    def run():
-        os.umask(0)
-        os.setresgid(number, number, number)
-        os.setresuid(number, number, number)
-        return body()
-
-    return in_child(run)
-
-
-@needs_root
-@pytest.mark.parametrize("is_sticky", [True, False])
-def test_two_users_share_a_cache_and_neither_reads_wrong_bytes(is_sticky, server, shared):
-    shared.chmod(0o1777 if is_sticky else 0o777)
-
-    def read():
-        check_rows(server.url, cache=shared)
-        return "right"
-
-    assert as_user(1001, read) == "right"
-    server.sent.clear()
-    assert as_user(1002, read) == "right"
-    assert "shard.00000.mds" not in server.sent
-    (path,) = shared.rglob("*.mds")
-    assert path.stat().st_uid == 1001
-    flip(path)
-    assert as_user(1002, read) == "right"
-
-
-@needs_root
-def test_a_shard_of_another_user_without_a_digest_is_not_trained(folder, tmp_path, shared):
-    data = no_digests(folder, tmp_path / "data")
-    with serving(data) as server:
-
-        def read():
-            check_rows(server.url, cache=shared)
-            return "right"
-
-        assert as_user(1001, read) == "right"
-        (path,) = shared.rglob("*.mds")
-        flip(path)
-        assert as_user(1002, read) == "right"
-        assert next(shared.rglob("*.mds")).stat().st_uid == 1002
-        path.parent.chmod(0o1777)
-        os.chown(path.parent, 0, 0)
-        said = as_user(1001, read)
-    assert "is another user's and cannot be deleted (Operation not permitted); give" in said
-
-
-@needs_root
-@pytest.mark.parametrize("plant", [link, hard_link, pipe])
-def test_another_user_cannot_have_a_file_overwritten(plant, server, shared, victim):
-    def find():
-        return ShardedDataset(server.url, cache=shared).cache.path(0)
-
-    path = Path(as_user(1001, find))
-
-    def plant_all():
-        for ending in (".part", ".raw", ""):
-            plant(path.with_name(path.name + ending), victim)
-
-    if plant is hard_link:  # which the kernel allows the owner only
-        plant_all()
-    else:
-        as_user(1001, plant_all)
-    check_rows(server.url, cache=shared)  # as root, who may write to all files
-    assert victim.read_bytes() == SECRET
-
-
-@needs_root
-def test_a_cache_that_another_user_has_closed_is_refused_in_one_line(server, shared):
-    def read():
-        os.umask(0o022)
-        check_rows(server.url, cache=shared)
-        return "right"
-
-    assert as_user(1001, read) == "right"
-    said = as_user(1002, read)
-    assert said.startswith(f"ConfigError: cache={shared}: Permission denied; give another") or (
-        said == "right"
-    )
-
-
-@needs_root
-def test_a_link_of_another_user_to_the_folder_of_all_caches_is_refused(server, shared, tmp_path):
-    as_user(1001, lambda: (shared / "cache").symlink_to("/tmp"))
-    with pytest.raises(ConfigError, match="it is another user's link; give another folder"):
-        ShardedDataset(server.url, cache=shared / "cache")
