@@ -5,8 +5,10 @@
 Each takes the next file that no other has taken, the file that was committed last first, so that
 what a change breaks shows early. One of them is started when another process has run the few files
 that import large libraries or parse the whole package, which else each fork of a test would copy:
-420 MB, not 290. The output of the first process comes at once, that of the others at the end. With
---part only one of PARTS of the slow tests runs, chosen by the commit's hash.
+420 MB, not 290. The output of the first process comes at once, that of the others at the end.
+
+With --part these of the slow tests run: one of PARTS, chosen by the commit's hash, and all of the
+packages that commits of the last day touched, as far as TOUCHED_WITHIN_S allows.
 """
 
 import contextlib
@@ -35,6 +37,8 @@ LARGE = [
     for path in ROOT.glob(f"tests/**/test_{name}.py")
 ]
 PARTS = 12  # of the slow tests: all take some two hours on two cores
+TOUCHED_WITHIN_S = 900  # begin no more tests of touched packages after so long
+DAY_S = 24 * 3600
 INTERRUPTED = 2  # pytest's exit codes
 NO_TESTS = 5  # such as with -m
 
@@ -44,6 +48,18 @@ def find_part() -> int:
     words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     found = subprocess.run(words, capture_output=True, text=True)
     return int(found.stdout.strip() or "0", 16) % PARTS
+
+
+def touched_folders() -> list[str]:
+    """Return the folders of the tests of packages that commits of a day before HEAD's touched."""
+    git = ["git", "-C", str(ROOT)]
+    newest = subprocess.run([*git, "log", "-1", "--format=%ct"], capture_output=True, text=True)
+    since = f"--since={int(newest.stdout.strip() or 0) - DAY_S}"
+    words = [*git, "log", since, "--format=", "--name-only"]
+    named = subprocess.run(words, capture_output=True, text=True).stdout.split()
+    parts = [path.split("/") for path in named if path.startswith(("trainer/", "tests/"))]
+    folders = {"/".join(["tests", *own[1 : 3 if own[1] == "core" else 2]]) for own in parts}
+    return sorted(each for each in folders if (ROOT / each).is_dir())
 
 
 def newest_first() -> list[str]:
@@ -78,8 +94,11 @@ def main(arguments: list[str]) -> int:
     words = [sys.executable, "-m", "pytest", *(word for word in arguments if word != "--part")]
     if own:
         part = find_part()
+        touched = touched_folders()
         print(f"of the slow tests: part {part + 1} of {PARTS}", flush=True)
+        print(f"and those of {', '.join(touched) or 'no package'}", flush=True)
         words.append(f"--part={part}/{PARTS}")
+        words += [f"--touched={','.join(touched)}", f"--until={time.time() + TOUCHED_WITHIN_S}"]
     files = [word for word in arguments if word.startswith("tests/")]
     with tempfile.TemporaryDirectory() as folder:
         shared = [*words, *([] if files else newest_first()), f"--share={folder}"]

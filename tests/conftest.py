@@ -139,6 +139,8 @@ def living(pids: set[int]) -> dict[int, str]:
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
     parser.addoption("--part", help="a part of the slow tests: its number from 0, as in 3/12")
+    parser.addoption("--touched", default="", help="folders of more slow tests, as in tests/use")
+    parser.addoption("--until", type=float, help="the time after which those are skipped")
 
 
 def pytest_collection_finish():
@@ -147,15 +149,22 @@ def pytest_collection_finish():
     use_huge_pages()
 
 
+def is_of_part(item):
+    """Return True for a test that is not slow, and for the slow ones of the part that runs."""
+    part, parts = map(int, item.config.getoption("part").split("/"))
+    is_slow = item.get_closest_marker("slow")
+    return not is_slow or zlib.crc32(item.nodeid.encode()) % parts == part
+
+
+def is_touched(item):
+    folders = filter(None, item.config.getoption("touched").split(","))
+    return any(item.nodeid.startswith(f"{folder}/") for folder in folders)
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("part") is None:
         return
-    part, parts = map(int, config.getoption("part").split("/"))
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % parts != part
-    ]
+    left_out = [item for item in items if not is_of_part(item) and not is_touched(item)]
     config.hook.pytest_deselected(items=left_out)
     names = set(map(id, left_out))
     items[:] = [item for item in items if id(item) not in names]
@@ -192,6 +201,9 @@ MISSING = re.compile(
 
 
 def pytest_runtest_setup(item):
+    until = item.config.getoption("until")
+    if until and time.time() > until and not is_of_part(item):
+        pytest.skip("the time for slow tests of touched packages is over")
     needed = item.get_closest_marker("companion")
     if IS_ALONE and needed:
         pytest.skip(f"needs trainer.{needed.args[0]}")
