@@ -152,12 +152,12 @@ class StartupChecks(Inspection):
             self._rows = self._read(run, 0)
         self._checked |= {key, (name, step)}
         begun = time.monotonic()
-        found = self.row_check.examine(name, loss, self._rows, self._engine.trial(), is_first)
+        found = self.row_check.examine(name, loss, self._rows, is_first)
         whole = self._parts.strategy.tensors.structure
         had_row = is_first and is_large(whole)  # in the dry run, and no more
         if had_row and any(self._parts.ranks.group.max(bool(found.line))):
             self._engine.trace_draws(name, loss)  # more rows may draw what one does not
-            found = self.row_check.examine(name, loss, self._rows, self._engine.trial(), is_first)
+            found = self.row_check.examine(name, loss, self._rows, is_first)
         for what in self._engine.effects.take():
             why = "in the trial passes of the start, too"
             run.say(f"note: {what} {why}: runs with another run.prove may differ")
@@ -173,7 +173,7 @@ class StartupChecks(Inspection):
         """Try the task's own train_step on parts of the rows. A collective."""
         if not run.steps.is_needed or self.told:
             return
-        result = run.steps.examine(step, self._most_cuts(run), self._engine.trial())
+        result = run.steps.examine(step, self._most_cuts(run))
         if result.unproved:
             run.say(f"{'proof':<7} of train_step: {result.unproved}")
         self._tell(run, result, "train_step")
@@ -183,7 +183,7 @@ class StartupChecks(Inspection):
         if self._open is None:
             return list(names)
         cuts = self._most_cuts(self._open)
-        return self._open.steps.find_lost(names, step - 1, cuts, self._engine.trial())
+        return self._open.steps.find_lost(names, step - 1, cuts)
 
     def _most_cuts(self, run: CheckedRun) -> list[int]:
         """Return the cuts of the most rows that are tried."""
@@ -295,5 +295,5 @@ class StartupChecks(Inspection):
         return self._digest("loss", self._parts.hooks.loss, self._read(self._open, 0))
 
     def _digest(self, name: str, loss: Loss, rows: TrialRows) -> list[CallDigest]:
-        passed = self.row_check.trace(name, loss, rows, self._engine.trial())
+        passed = self.row_check.trace(name, loss, rows)
         return [] if passed is None else passed.digest_calls()

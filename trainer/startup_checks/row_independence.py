@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,6 @@ from trainer.core.distributed import accelerator
 from trainer.core.engine.context import Parts
 from trainer.core.engine.engine import Engine
 from trainer.core.engine.recording import Loss
-from trainer.core.engine.trial import Trial
 from trainer.core.state.sandbox import keep_attributes, keep_hooks, keep_modes, keep_passes, sandbox
 from trainer.core.strategy.modules.batchnorm import has_batch_statistics, look_behind_batchnorm
 from trainer.core.strategy.modules.dry_run import LARGE_BYTES, Alone, is_large
@@ -63,7 +62,6 @@ MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
 VERIFY = "use python -m trainer.prove"
 Attempt = tuple[torch.dtype | None, Cuts, Depth]
-Running = AbstractContextManager[Trial]
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,7 @@ class RowIndependenceCheck:
         count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
         return list_cuts(count, self._flops)
 
-    def examine(
-        self, name: str, loss: Loss, rows: TrialRows, running: Running, is_first: bool
-    ) -> CheckResult:
+    def examine(self, name: str, loss: Loss, rows: TrialRows, is_first: bool) -> CheckResult:
         """Compare whole rows with parts of them. A collective.
 
         Later passes of a large model have no backward, as two sets of gradients beside the state of
@@ -128,7 +124,7 @@ class RowIndependenceCheck:
             return CheckResult(unproved=f"left out, since a few rows would take too long; {VERIFY}")
         deepest: Depth = "backward" if is_first or not is_large(structure) else "graph"
         trials = [*_list_trials(rows.cuts, self._list_wide(), deepest)]
-        with self._opened(name, loss, rows, running) as subject:
+        with self._opened(name, loss, rows) as subject:
             versions = {n: p._version for n, p in subject.module.named_parameters()}
             result = self._try(subject, trials, is_fixed)
             parameters = subject.module.named_parameters()
@@ -137,9 +133,9 @@ class RowIndependenceCheck:
                 return CheckResult(explain_written(written))
             return result
 
-    def trace(self, name: str, loss: Loss, rows: TrialRows, running: Running) -> PassResult | None:
+    def trace(self, name: str, loss: Loss, rows: TrialRows) -> PassResult | None:
         """Return a pass with what each module did, or None if none can be run. A collective."""
-        with self._opened(name, loss, rows, running) as subject:
+        with self._opened(name, loss, rows) as subject:
             _prepare_modes(subject)
             for wide in (*self._list_wide(), None):
                 with suppress(Exception):
@@ -156,20 +152,17 @@ class RowIndependenceCheck:
         return is_slow or is_large(self._parts.strategy.tensors.structure)
 
     @contextmanager
-    def _opened(
-        self, name: str, loss: Loss, rows: TrialRows, running: Running
-    ) -> Iterator[CheckedUpdate]:
+    def _opened(self, name: str, loss: Loss, rows: TrialRows) -> Iterator[CheckedUpdate]:
         strategy = self._parts.strategy
         with (
             strategy.tensors.whole() as module,
-            strategy.standing_in(module),
             sandbox(
                 keep_passes(module, most_bytes=LARGE_BYTES),  # a pass has copies: see `examine`
                 keep_attributes(module, self._parts.hooks),
                 keep_modes(module),
                 keep_hooks(module),
             ),
-            running as opened,
+            self._engine.trial(module) as opened,
             opened.gathering_by(self.gathering.take_if_on),
         ):
             yield CheckedUpdate(module, loss, name, self._parts, rows, self.gathering, opened)

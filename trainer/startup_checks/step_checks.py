@@ -66,9 +66,7 @@ class StepChecks:
             and not needs_all_ranks(parts.hooks, structure)
         )
 
-    def examine(
-        self, step: int, cuts: Sequence[int], trial: AbstractContextManager[Trial]
-    ) -> CheckResult:
+    def examine(self, step: int, cuts: Sequence[int]) -> CheckResult:
         """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""
         own_result = CheckResult()
         tried: StepTrial | None = None
@@ -77,7 +75,7 @@ class StepChecks:
         # in full precision if that can be: less is hidden by rounding
         casts = [nullcontext, precision.autocast] if precision.is_narrow else [nullcontext]
         whole = strategy.tensors.whole()
-        with trial as opened, whole as module, strategy.standing_in(module):
+        with whole as module, self._engine.trial(module) as opened:
             for autocast in casts:
                 try:
                     tried, own_result = self._try(opened, module, step, cuts, autocast)
@@ -87,13 +85,7 @@ class StepChecks:
                     own_result = CheckResult(unproved=f"left out: {why}")
         return self._agreed(own_result, tried)
 
-    def find_lost(
-        self,
-        names: Sequence[str],
-        step: int,
-        cuts: Sequence[int],
-        trial: AbstractContextManager[Trial],
-    ) -> list[str]:
+    def find_lost(self, names: Sequence[str], step: int, cuts: Sequence[int]) -> list[str]:
         """Return those of these attributes whose first values change steps from now on.
 
         A resume would start with them. All are returned if that cannot be tried. A collective.
@@ -106,7 +98,7 @@ class StepChecks:
         batch = self._batches.of_examples(*rows)
         try:
             whole = strategy.tensors.whole()
-            with trial as opened, whole as module, strategy.standing_in(module):
+            with whole as module, self._engine.trial(module) as opened:
                 trials = StepTrials(self._parts, self._engine, opened, module, nullcontext)
                 with opened.updating_by(trials.update):
                     continued = trials.run(batch, batch, step)

@@ -170,11 +170,14 @@ class Engine:
         self.inspection = inspection
 
     @contextmanager
-    def trial(self) -> Iterator[Trial]:
-        """Try hooks of the task in the block: they reach a trial, and compile nothing."""
+    def trial(self, model: nn.Module | None = None) -> Iterator[Trial]:
+        """Try hooks of the task in the block: they reach a trial, and compile nothing.
+
+        Their model is `model`, or that of the run.
+        """
         task: Any = self._parts.hooks
         outer: TaskRun = task._run
-        task._run = trial = Trial(outer)
+        task._run = trial = Trial(outer, model)
         try:
             with eager(self._parts.config), self.effects.watched(self.model, task):
                 yield trial

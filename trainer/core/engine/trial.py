@@ -80,18 +80,22 @@ NO_RUN = TaskRun()
 
 
 class Trial(TaskRun):
-    """A run that is tried: it has the model and the step of `outer`, and changes nothing of it."""
+    """A run that is tried: it has the step of `outer`, and changes nothing of it.
+
+    The task's model is `model`, such as a whole copy of a divided one, or that of `outer`.
+    """
 
     is_open = True
 
-    def __init__(self, outer: TaskRun):
+    def __init__(self, outer: TaskRun, model: nn.Module | None = None):
         self._outer = outer
+        self._model = outer.model if model is None else model
         self._gather: Gather = super().gather_rows
         self._sums: dict[str, torch.Tensor] | None = None
 
     @property
     def model(self) -> nn.Module | None:
-        return self._outer.model
+        return self._model
 
     @property
     def step(self) -> int:

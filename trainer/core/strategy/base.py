@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -259,16 +259,6 @@ class Strategy(ABC):
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             gradients = [gradient.float() for gradient in gradients]
         return get_total_norm(gradients)
-
-    @contextmanager
-    def standing_in(self, module: nn.Module) -> Iterator[None]:
-        """Let another module be the model in the block, as a copy in a check."""
-        own = self.module
-        self.module = module
-        try:
-            yield
-        finally:
-            self.module = own
 
     def prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
         """Return a line if a model that ranks divide computes something else than the whole one."""
