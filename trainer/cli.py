@@ -46,8 +46,8 @@ JSON_HELP = f"""
 {JSON} prints one JSON object: exit code, result in one word and details, or exit code and error.
 Everything else then goes to standard error."""
 SWEEP_FLAGS = ("-m", "--multirun")
-QUESTIONS = ("-c", "--cfg", "-i", "--info")
-HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
+QUESTION_FLAGS = ("-c", "--cfg", "-i", "--info")
+HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTION_FLAGS, "--resolve", "-p", "--package")
 
 # Seconds that a rank other than 0 waits before it prints an error and exits: torchrun kills all
 # ranks at the first exit, so rank 0 might not print its line.

@@ -24,7 +24,7 @@ from trainer.core.distributed.launchers import MARK, find_launcher
 from trainer.core.distributed.signals import catch_early
 from trainer.core.extensions import LAUNCHERS, QUESTIONS
 from trainer.core.setup import check_soon
-from trainer.verbs import STRATEGIES, VERBS, list_verbs, no_verb
+from trainer.verbs import STRATEGY_TEXTS, VERBS, list_verbs, no_verb
 
 HELP = """usage: lockstep VERB [key=value ...] [--flag ...]     or: python -m trainer.VERB ...
        lockstep VERB --help
@@ -61,7 +61,7 @@ flags of train:
 
 Exit codes of all verbs: 0 done, proved or the same; 1 failed, or a difference was found; 2
 invalid arguments or settings; 75 stopped by a signal after saving; 130 interrupted early."""
-RANKS = "-n"
+RANKS_FLAG = "-n"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         return answered
     catch_early()
     arguments = _ask_for_ranks(arguments)
-    overrides, config_dirs = split_arguments(arguments, own=(RANKS, "--cfg", "--info"))
+    overrides, config_dirs = split_arguments(arguments, own=(RANKS_FLAG, "--cfg", "--info"))
     config = load_config(overrides, config_dirs)
     is_asked = any(word.partition("=")[0] in ("launch", "launch.name") for word in overrides)
     # the saved settings of a run to resume may have one: under a launcher it does not count
@@ -103,12 +103,12 @@ def _ask_for_ranks(arguments: Sequence[str]) -> list[str]:
     rest = iter(arguments)
     for word in rest:
         flag, equals, value = word.partition("=")
-        if flag != RANKS:
+        if flag != RANKS_FLAG:
             words.append(word)
             continue
         ranks = value if equals else next(rest, "")
         if ranks != "auto" and not (ranks.isdecimal() and int(ranks) > 0):
-            raise ConfigError(f"{RANKS} {ranks}: must be a number of ranks, or auto, as in -n 2")
+            raise ConfigError(f"-n {ranks}: must be a number of ranks, or auto, as in -n 2")
         words += ["launch=elastic", f"launch.nproc_per_node={ranks}"]
     return words
 
@@ -121,10 +121,10 @@ def train(config: Config) -> int:
 
 def describe(arguments: Sequence[str]) -> str:
     """Return the help text, with the options of each group, including those of --config-dir."""
-    _, config_dirs = split_arguments(arguments, (RANKS,))
+    _, config_dirs = split_arguments(arguments, (RANKS_FLAG,))
     groups = []
     for group, options in find_options(config_dirs).items():
-        shown = STRATEGIES if group == "strategy" else sorted(options)
+        shown = STRATEGY_TEXTS if group == "strategy" else sorted(options)
         names = [name for name in shown if name in options]
         groups.append(f"  {group:<11}{visible(', '.join(names))}")
     return HELP.format(groups="\n".join(groups), verbs=list_verbs())

@@ -41,7 +41,7 @@ _OTHER_WORDS = {
     "multirun": "sweep",
 }
 # Those that help and list show; the others are meshes of these.
-STRATEGIES = {
+STRATEGY_TEXTS = {
     "single": "one process",
     "ddp": "a copy of the model on each rank; gradients are averaged",
     "exact": "as ddp, with the same bits on any number of ranks",

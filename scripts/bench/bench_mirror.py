@@ -62,7 +62,10 @@ def run(steps: int, mirror: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = [f"run.dir={folder}", f"run.steps={steps}", "data.global_batch=256"]
         words += [f"checkpoint.every_steps={SAVED_EVERY}", "run.norm_rows=null", "log.trackers=[]"]
-        words += ["checkpoint.every_epochs=null", *[f"checkpoint.mirror={mirror}"] * bool(mirror)]
+        words += [
+            "checkpoint.every_epochs=null",
+            *([f"checkpoint.mirror={mirror}"] if mirror else []),
+        ]
         Wide(load_config(["task=cifar", "optim=sgd", "strategy.precision=fp32", *words])).fit()
     own = times[WARM_UP - steps :]  # without those of the start's proof
     gaps = [after - before for before, after in pairwise(own)]

@@ -28,7 +28,7 @@ from harness.shard_server import serving
 from faults.common import wait_for
 from faults.shards import LIMIT_S, Attack, Case, end, measure_case, quick, refused
 from trainer.shards import sources
-from trainer.shards.index import NAME, OF_MDS
+from trainer.shards.index import INDEX_NAME, OF_MDS
 
 BOMB = 2**28  # bytes that a small file decompresses to
 MOST = 2**20  # bytes of the cache that it is read into
@@ -112,7 +112,7 @@ def bomb(attack: Attack) -> str | None:
         zipped = {"basename": path.name, "bytes": len(packed), "hashes": {}}
         shard |= {"compression": name, "zip_data": zipped}
     (attack.data / OF_MDS).write_text(json.dumps(index))
-    (attack.data / NAME).unlink()
+    (attack.data / INDEX_NAME).unlink()
     attack.ranks = 0
     with _watched(attack.cache) as highest:
         done = attack.run(attack.data, most=MOST)
@@ -128,7 +128,7 @@ def _replying(attack: Attack, reply: Callable[[Any], None]) -> Iterator[tuple[st
     """Serve the index; every request for a shard gets `reply(connection)`."""
     server = socket.create_server(("127.0.0.1", 0))
     requests: list[str] = []
-    index = (attack.data / NAME).read_bytes()
+    index = (attack.data / INDEX_NAME).read_bytes()
 
     def serve(connection: socket.socket) -> None:
         with connection, suppress(OSError):
@@ -136,7 +136,7 @@ def _replying(attack: Attack, reply: Callable[[Any], None]) -> Iterator[tuple[st
             while b"\r\n\r\n" not in head:
                 head += connection.recv(4096)
             path = head.split()[1].decode()
-            if path.endswith(NAME):
+            if path.endswith(INDEX_NAME):
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(index))
                 connection.sendall(index)
             else:

@@ -89,7 +89,9 @@ def _init(chance: random.Random, port: int, place: Path) -> tuple[str, list[str]
 def missing(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     how, words = _init(chance, port, place)
     return Broken(
-        [("0", "3"), ("2", "3")], ["rank 1 did not connect"] * (how != "file") or [": rank"], words
+        [("0", "3"), ("2", "3")],
+        (["rank 1 did not connect"] if how != "file" else []) or [": rank"],
+        words,
     )
 
 

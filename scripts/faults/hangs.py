@@ -101,9 +101,8 @@ class _Hang:
 
     def __str__(self) -> str:
         what = HOW.get(self.how, "stopped data worker")
-        return (
-            f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}"
-            + ", restarted" * self.is_restarted
+        return f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}" + (
+            ", restarted" if self.is_restarted else ""
         )
 
     def problem(self, undisturbed: Undisturbed) -> str | None:

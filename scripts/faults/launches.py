@@ -278,7 +278,7 @@ class _Signal:
             )
             return None
         told = json.loads((self.directory / "exit.json").read_text())
-        if told["code"] not in (STOPPED, *[0] * (is_over or self.moment == "exit")):
+        if told["code"] not in (STOPPED, *([0] if is_over or self.moment == "exit" else [])):
             return f"exit.json says {told}: {run.tail()}"
         if self.kind != "torchrun" and code != told["code"]:
             return f"exit.json has code {told['code']}, the command ended with {code}: {run.tail()}"

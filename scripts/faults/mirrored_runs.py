@@ -105,7 +105,7 @@ class Case:
 
     def __str__(self) -> str:
         disk = self.disk or "a sound disk"
-        both = ", of two checkpoints" * self.is_later
+        both = ", of two checkpoints" if self.is_later else ""
         when = f"step {self.at} and {self.pause_s:.3f} s"
         return f"{self.launcher}, {disk}{both}, {self.store} store, {self.keep_last} kept, {when}"
 

@@ -31,7 +31,7 @@ from trainer.base.errors import describe_with_place
 from trainer.core.distributed.watch.watcher import LOST
 from trainer.shards import download
 from trainer.shards.__main__ import write_shards
-from trainer.shards.index import NAME, OF_MDS, ShardIndex
+from trainer.shards.index import INDEX_NAME, OF_MDS, ShardIndex
 
 LIMIT_S = 120.0
 AGENT = 1  # exit code of the agent of two ranks, whatever theirs is
@@ -149,7 +149,7 @@ def gone_at_the_start(attack: Attack) -> str | None:
     with serving(attack.data) as server:
         url = server.url
     with quick():
-        return refused(attack.run(url, ranks=0), 1, *GONE, NAME)
+        return refused(attack.run(url, ranks=0), 1, *GONE, INDEX_NAME)
 
 
 def gone_for_5_s(attack: Attack) -> str | None:
@@ -211,15 +211,15 @@ def changed_during(attack: Attack) -> str | None:
 
 
 def damaged_index(attack: Attack) -> str | None:
-    data = (attack.data / NAME).read_bytes()
+    data = (attack.data / INDEX_NAME).read_bytes()
     for _ in range(200):
         changed = bytearray(data)
         changed[attack.chance.randrange(len(data))] ^= 1 << attack.chance.randrange(8)
         with suppress(ConfigError):
             if ShardIndex.from_bytes(bytes(changed), "").digest != _digest():
                 return "a damaged index was read"
-    attack.flip(attack.data / NAME)
-    return _from(attack, 2, NAME, "is damaged|cannot be read|version", "trainer.shards index")
+    attack.flip(attack.data / INDEX_NAME)
+    return _from(attack, 2, INDEX_NAME, "is damaged|cannot be read|version", "trainer.shards index")
 
 
 @functools.cache
@@ -228,34 +228,34 @@ def _digest() -> str:
 
 
 def other_version(attack: Attack) -> str | None:
-    data = (attack.data / NAME).read_bytes()
-    (attack.data / NAME).write_bytes(data.replace(b'\\"format\\": 1', b'\\"format\\": 2'))
+    data = (attack.data / INDEX_NAME).read_bytes()
+    (attack.data / INDEX_NAME).write_bytes(data.replace(b'\\"format\\": 1', b'\\"format\\": 2'))
     return _from(attack, 2, "is an index of version 2, and 1 is read", "trainer.shards index")
 
 
 def missing_index(attack: Attack) -> str | None:
-    (attack.data / NAME).unlink()
+    (attack.data / INDEX_NAME).unlink()
     (attack.data / OF_MDS).unlink()
-    return _from(attack, 2, f"has no {NAME}", "write one: python -m trainer.shards index")
+    return _from(attack, 2, f"has no {INDEX_NAME}", "write one: python -m trainer.shards index")
 
 
 def wrong_rows(attack: Attack) -> str | None:
-    index = ShardIndex.from_bytes((attack.data / NAME).read_bytes(), "")
+    index = ShardIndex.from_bytes((attack.data / INDEX_NAME).read_bytes(), "")
     counts = index.rows.clone()
     counts[7] += attack.chance.choice((-1, 1))
-    (attack.data / NAME).write_bytes(replace(index, rows=counts).to_bytes())
+    (attack.data / INDEX_NAME).write_bytes(replace(index, rows=counts).to_bytes())
     return _from(attack, 1, SHARD, "has 7 rows, and [68] in its index", "trainer.shards check")
 
 
 def _rename(attack: Attack, name: str) -> None:
     """Give a shard another name, in the index too."""
-    index = ShardIndex.from_bytes((attack.data / NAME).read_bytes(), "")
+    index = ShardIndex.from_bytes((attack.data / INDEX_NAME).read_bytes(), "")
     names = [index.name(shard) for shard in range(len(index))]
     names[7] = name
     digests = [bytes(each) for each in index.digests.tolist()]
     parts = (names, index.rows.tolist(), index.sizes.tolist(), digests)
     made = ShardIndex.of(index.format, index.settings, *parts)
-    (attack.data / NAME).write_bytes(made.to_bytes())
+    (attack.data / INDEX_NAME).write_bytes(made.to_bytes())
 
 
 def odd_name(attack: Attack) -> str | None:
@@ -291,7 +291,7 @@ def pickled_column(attack: Attack) -> str | None:
     for shard in index["shards"]:
         shard["column_encodings"][0] = "pkl"
     (attack.data / OF_MDS).write_text(json.dumps(index))
-    (attack.data / NAME).unlink()
+    (attack.data / INDEX_NAME).unlink()
     return _from(attack, 2, "encoding 'pkl': may run code when it is read", "use bytes, str, int")
 
 
@@ -345,7 +345,7 @@ def _write_gz(place: Path) -> None:
         named = {"basename": f"{path.name}.gz", "bytes": len(data), "hashes": {}}
         shard |= {"compression": "gz", "zip_data": named}
     (place / OF_MDS).write_text(json.dumps(index))
-    (place / NAME).unlink()
+    (place / INDEX_NAME).unlink()
 
 
 # Caches -------------------------------------------------------------------------------------------

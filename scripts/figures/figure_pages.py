@@ -161,7 +161,7 @@ def screen(written: str) -> list[str]:
     for part in re.split(f"([\n\r]|{re.escape(ERASE)}|{re.escape(UP)})", written):
         if part == "\n":
             row += 1
-            lines += [""] * (row == len(lines))
+            lines += [""] if row == len(lines) else []
         elif part == UP:
             row = max(0, row - 1)
         elif part == ERASE:

@@ -60,7 +60,7 @@ def signature_of(function: Any, name: str) -> str:
     for parameter in given.parameters.values():
         if parameter.name in ("self", "cls"):
             continue
-        stars = "*" * (parameter.kind is parameter.VAR_POSITIONAL)
+        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         part = f"{stars}{parameter.name}: {parameter.annotation}"
         if parameter.default is not parameter.empty:
             default = re.sub(r"<(\w+\.\w+): \d+>", r"\1", repr(parameter.default))
@@ -111,7 +111,7 @@ def section_of(kind: type) -> list[str]:
         function = member.__func__ if isinstance(member, classmethod) else member
         is_required = kind is trainer.Trainer and name in REQUIRED
         parts += [
-            f"### {name}" + " (required)" * is_required,
+            f"### {name}" + (" (required)" if is_required else ""),
             f"    {signature_of(function, name)}",
         ]
         parts.append(words_of(function))

@@ -353,7 +353,7 @@ CHECKS = [
     ),
     _checks(
         "tried",
-        'tried = f"{result.rows} rows tried, " * (not result.unproved)',
+        'tried = f"{result.rows} rows tried, " if not result.unproved else ""',
         'tried = ""',
         "nobody learns that three rows of a large model were tried",
     ),
@@ -422,8 +422,8 @@ CHECKS = [
     ),
     _agreement(
         "read-rows",
-        "most = min(MOST if costs.is_resident else MOST_READ, global_batch)",
-        "most = min(MOST, global_batch)",
+        "most = min(MOST_GATHERED if costs.is_resident else MOST_READ, global_batch)",
+        "most = min(MOST_GATHERED, global_batch)",
         "the start reads 256 examples one by one",
     ),
     _agreement(
@@ -800,7 +800,7 @@ _saves = in_area(
 LOG = [
     _log(
         "norm-name",
-        'values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm',
+        'values["optim/grad_norm" + (f"/{name}" if name != "loss" else "")] = norm',
         'values["optim/grad_norm"] = norm',
         "of a GAN's two norms one is logged",
         "core/engine/test_named_updates.py",
@@ -853,7 +853,7 @@ LOG = [
     ),
     _log(
         "exit-reason",
-        'reason = "stopped" if is_stopped else "done" + f": {why}" * bool(why)',
+        'reason = "stopped" if is_stopped else "done" + (f": {why}" if why else "")',
         'reason = "stopped" if is_stopped else "done"',
         "exit.json does not say why a run ended early",
         "core/loop/test_stops.py",

@@ -395,7 +395,9 @@ def test_a_bucket_is_written_read_and_left_empty(tmp_path, monkeypatch, s3):
 
 def test_a_store_without_conditional_puts_fails(tmp_path, monkeypatch, s3):
     with proxied(s3.environment["AWS_ENDPOINT_URL"]) as proxy:
-        proxy.begin(lambda number, method, path: "200" * (method == "PUT" and "-data" not in path))
+        proxy.begin(
+            lambda number, method, path: "200" if method == "PUT" and "-data" not in path else ""
+        )
         with_login(monkeypatch, s3, AWS_ENDPOINT_URL=proxy.url)
         row = row_of(tmp_path, "s3://data/unconditional")
         assert files_in("s3://data/unconditional") == {}

@@ -74,7 +74,7 @@ def build_tokenizer(kind="bytes", template=CHATML):
 def said(*contents, system=None):
     turns = zip(["user", "assistant"] * len(contents), contents, strict=False)
     messages = [{"role": role, "content": content} for role, content in turns]
-    return [{"role": "system", "content": system}] * (system is not None) + messages
+    return ([{"role": "system", "content": system}] if system is not None else []) + messages
 
 
 @pytest.fixture(autouse=True)
@@ -328,7 +328,7 @@ def test_what_a_template_leaves_out_of_a_row_is_named(tmp_path):
     ):
         found = describe(opened(tmp_path, row, tokenizer=tokenizer), tokenizer)[2:]
         told = f"warning: task.options.data: 1 of 1 row: the template leaves out {what}"
-        assert found == [told] * bool(what)
+        assert found == ([told] if what else [])
 
 
 def test_a_row_with_tools_is_rendered_by_the_template_for_them(tmp_path):

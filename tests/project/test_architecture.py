@@ -416,6 +416,54 @@ def test_no_class_name_is_there_twice():
     assert not {name: places for name, places in twice.items() if not name.startswith("_")}
 
 
+# Constants of several modules with one meaning each: what a verb says, and what a table finds.
+OF_EACH = {"HELP", "USAGE", "STRATEGY", "TRACKER", "SUFFIXES", "_HOMES"}
+
+
+def test_a_constant_has_one_value_wherever_it_is():
+    values: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in TREES[path].body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                targets = [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name) and target.id.lstrip("_").isupper():
+                    values.setdefault(target.id, set()).add(ast.unparse(node.value))
+    several = {name: written for name, written in values.items() if len(written) > 1}
+    assert several.keys() <= OF_EACH, "say in each name what it is of"
+
+
+def is_condition(node: ast.expr) -> bool:
+    is_bool = isinstance(node, ast.Call) and ast.unparse(node.func) == "bool"
+    is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    name = ast.unparse(node).rpartition(".")[2].lstrip("_")
+    is_flag = isinstance(node, (ast.Name, ast.Attribute)) and name.startswith(("is_", "has_"))
+    return is_bool or is_not or is_flag or isinstance(node, (ast.Compare, ast.BoolOp))
+
+
+def is_written_out(node: ast.expr) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text or isinstance(node, (ast.List, ast.JoinedStr))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_text_or_list_is_multiplied_by_a_condition(path):
+    """An `if` says it. In an f-string a plural is `{'s' * (n > 1)}`."""
+    inside = {
+        id(each)
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.JoinedStr)
+        for each in ast.walk(node)
+        if each is not node
+    }
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and id(node) not in inside:
+            sides = (node.left, node.right)
+            is_one = any(map(is_written_out, sides)) and any(map(is_condition, sides))
+            assert not is_one, f"{path}:{node.lineno} {ast.unparse(node)}"
+
+
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """Return the names of the attributes that a class's methods set on `self`."""
     return {

@@ -94,7 +94,7 @@ def test_own_task_runs_in_the_checkout(checkout, command):
         ranks = int(words[0].partition("=")[2]) if program == "torchrun" else 0
         verb, *rest = words[at + 1 :]
         paths = {"PYTHONPATH": str(checkout)}
-        rest += ["run.epochs=1"] * (verb == "trainer")
+        rest += ["run.epochs=1"] if verb == "trainer" else []
         done = command(
             *rest, ranks=ranks, verb=verb, environment=paths, folder=checkout, is_fresh=True
         )

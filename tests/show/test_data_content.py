@@ -83,7 +83,7 @@ def test_content_of_trees_is_compared_at_three_places_with_seeded_transforms():
     assert torch.equal(torch.get_rng_state(), before)
     assert list(content) == ["example 0", "example 4", "example 8"]
     assert content == describe(Rows(noisy)) and short(content) == short(describe(Rows(noisy)))
-    changed = describe(Rows(lambda i: {**noisy(i), "text": f"row {i}" + "x" * (i == 4)}))
+    changed = describe(Rows(lambda i: {**noisy(i), "text": f"row {i}" + ("x" if i == 4 else "")}))
     assert find_changes(content, changed) == ["example 4"]
     moved = describe(Rows(lambda i: noisy(i + (i == 8)) | {"text": f"row {i}", "pair": (i, [1.5])}))
     assert find_changes(content, moved) == ["example 0", "example 4", "example 8"]  # no None there

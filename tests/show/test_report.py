@@ -74,7 +74,7 @@ def test_settings_of_the_tasks_file_are_defaults(how, finished, tmp_path, monkey
     if how == "lockstep.yaml":
         (tmp_path / how).write_text("config_dirs: [settings]\n")
     monkeypatch.chdir(tmp_path)
-    flag = ["--config-dir", "settings"] * (how == "flag")
+    flag = ["--config-dir", "settings"] if how == "flag" else []
     assert report([str(finished[1]), "out=page.html", *flag]) == 0
     names = {*differing((tmp_path / "page.html").read_text())}
     of_the_file = {"data.global_batch", "strategy.precision", "task.options.examples"}

@@ -147,7 +147,7 @@ def test_later_proofs_of_a_large_model_have_no_backward(tmp_path, monkeypatch):
     backward = torch.autograd.backward
 
     def counted(*arguments, **named):
-        calls.extend(["proof"] * bool(named.get("inputs")))
+        calls.extend(["proof"] if named.get("inputs") else [])
         return backward(*arguments, **named)
 
     monkeypatch.setattr(torch.autograd, "backward", counted)

@@ -156,7 +156,7 @@ def test_settings_that_came_with_a_run_name_no_package(way, base, monkeypatch):
     else:
         with_a_folder(base / RUN)
         monkeypatch.chdir(base / RUN)
-        place, dirs = ".", ["conf"] * (way == "folder given")
+        place, dirs = ".", (["conf"] if way == "folder given" else [])
     with pytest.raises(ConfigError, match="names the package tiny, whose"):
         load_run_config(place, [], dirs)
 

@@ -412,7 +412,9 @@ def started_in(folder):
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            found += [path.parent.name] * (f"TMPDIR={folder}\0".encode() in path.read_bytes())
+            found += (
+                [path.parent.name] if f"TMPDIR={folder}\0".encode() in path.read_bytes() else []
+            )
     return found
 
 

@@ -35,7 +35,7 @@ class RunError(_OneLine, RuntimeError):
 
 
 STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
-MOST = 2000  # characters of a message that are shown: the first and the last half of them
+MOST_CHARACTERS = 2000  # of a message that are shown: the first and the last half of them
 
 
 class ServerError(RunError):
@@ -58,7 +58,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shortened(text: str, most: int = MOST) -> str:
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return `text` without its middle if it has more than `most` characters."""
     left_out = len(text) - most
     if left_out <= 0:
@@ -80,7 +80,7 @@ def one_line(error: BaseException) -> str:
     text = message_of(error)
     parts = getattr(error, "exceptions", ())
     if isinstance(parts, tuple):  # of an ExceptionGroup, which Python 3.10 does not have
-        text = ": ".join([text, *["; ".join(map(describe, parts))] * bool(parts)])
+        text = ": ".join([text, *(["; ".join(map(describe, parts))] if parts else [])])
     return shortened(" ".join(text.split()))
 
 

@@ -207,7 +207,7 @@ def _speed(plan: Plan) -> list[str]:
     fractions = f"{device.assumed['compute']:.0%} of peak speed"
     links = f"{device.assumed['links']:.0%} of link bandwidth"
     span = _span(_seconds(speed.least_s), _seconds(speed.most_s))
-    hidden = " (with all or no communication hidden)" * (" to " in span)
+    hidden = " (with all or no communication hidden)" if " to " in span else ""
     efficiency = _span(*(f"{each:.0%}" for each in speed.efficiency))
     return [
         f"time of a step, estimated at {fractions} and {links}: {', '.join(parts)}",
@@ -230,7 +230,7 @@ def _whole_run(plan: Plan) -> list[str]:
     batch = plan.config.data.global_batch
     rates = f"{_rate(speed, batch)} examples/s"
     if tokens := plan.tokens.count:
-        padding = " with padding" * plan.tokens.has_padding
+        padding = " with padding" if plan.tokens.has_padding else ""
         rates += f", {_rate(speed, batch * tokens)} tokens/s{padding}"
     return [f"{title}, {hours} without evaluations, {checkpoints}", f"  {rates}"]
 

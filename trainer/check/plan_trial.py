@@ -47,7 +47,8 @@ from trainer.mesh.full_model import Values, inner_first
 from trainer.mesh.partition import Partition
 from trainer.mesh.split_plan import MatrixPart, divide_sequence
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+COLLECTIVE_KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 Note = Callable[[str, str, float], None]  # (axis, kind of collective, bytes that a rank sends)
 
 

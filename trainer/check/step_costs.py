@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from trainer.base.errors import ConfigError, one_line
-from trainer.check.plan_trial import KINDS, PlanTrial
+from trainer.check.plan_trial import COLLECTIVE_KINDS, PlanTrial
 from trainer.core.engine.means import Means
 from trainer.core.engine.objective import Objective, UpdateLoss
 from trainer.core.hook_calls import call
@@ -131,7 +131,7 @@ class PipelinePass:
 
 def _name_kind(axis: str, kind: str) -> str:
     what = "keys and values" if axis == "context" else "activations"
-    return f"{kind} of {what}" if kind in KINDS else kind
+    return f"{kind} of {what}" if kind in COLLECTIVE_KINDS else kind
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -26,13 +26,13 @@ from trainer.base.python_code import Owner, owner_of_file, place_in
 from trainer.core.micro_batch import Rows, slice_rows
 
 RAISE = dis.opmap["RAISE_VARARGS"]
-LOSS = "loss(outputs, targets)"
-METRICS = "metrics(outputs, targets)"
+LOSS_HOOK = "loss(outputs, targets)"
+METRICS_HOOK = "metrics(outputs, targets)"
 FAKE = (DataDependentOutputException, DynamicOutputShapeException)  # of tensors without values
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")  # in messages of torch's
 WITHOUT_GPU = ("not compiled with CUDA", "No CUDA GPUs are available", "no NVIDIA driver")
 BACKWARD = "leave it out; the trainer calls it, on the mean of what loss returns"
-MOST_SHOWN = 300  # characters of a message of torch's
+MOST_OF_AN_ERROR = 300  # characters of a message of torch's
 
 
 def explain_hook(
@@ -45,7 +45,7 @@ def explain_hook(
     """
     if is_explained(error):
         return None
-    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{place_in_task(error)}"
+    what = f"{type(error).__name__}: {one_line(error)[:MOST_OF_AN_ERROR]}{place_in_task(error)}"
     row = _find_row(hook, given, type(error), rows)
     if row is not None:
         return RunError(f"{name} failed for {rows.named(row)}: {what}; repair it")
@@ -191,7 +191,7 @@ def explain_model(
     model: nn.Module, inputs: Any, error: Exception, rows: Rows | None
 ) -> Exception | None:
     """Return the line for an exception of a model; None if its traceback says more."""
-    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{place_in_task(error)}"
+    what = f"{type(error).__name__}: {one_line(error)[:MOST_OF_AN_ERROR]}{place_in_task(error)}"
     if rows is not None:
         row = _find_row(
             lambda given, _: call_plainly(model, given), (inputs, None), type(error), rows

@@ -174,7 +174,7 @@ def _write(
     far, differs = _reload(export.key, new, scratch)
     lines.insert(0, _describe(task, export, trained, parts, facts, far))
     if differs:
-        way = "; merge the adapter: RUN out=FOLDER/ merge=true" * trained.is_adapter
+        way = "; merge the adapter: RUN out=FOLDER/ merge=true" if trained.is_adapter else ""
         raise RunError(f"{export.key}: {differs[:400]}; nothing was written{way}")
     lines[1:1] = pipelines.describe_calls(calls)
     mode = stat.S_IMODE((new / FOLDER_FACTS).stat().st_mode)
@@ -308,7 +308,7 @@ def _list_commands(folder: Path, facts: Mapping[str, Any]) -> list[str]:
         if facts["is_adapter"]:
             gguf_file = facts["options"].get("gguf_file")
             words = f"pretrained={facts['base']},peft={folder}"
-            words += f",gguf_file={gguf_file}" * bool(gguf_file)
+            words += f",gguf_file={gguf_file}" if gguf_file else ""
         words = shlex.quote(words)
         lines.append(f"evaluate it with: lm_eval --model hf --model_args {words} --tasks ...")
     return lines

@@ -131,7 +131,7 @@ def load_model(
     check_kind(source, kind, f"{key}={name}")
     if not source.gguf:
         load_config(name, key)  # its errors are told as its own
-    transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
+    transformers = import_packages("transformers", *(["gguf"] if source.gguf else []))
     setting = f"{key}={name}"
     with (
         _quiet(source),
@@ -161,7 +161,7 @@ def load_tokenizer(name: str, key: str = MODEL_KEY) -> Any:
     source = find(name, key)
     if (source.folder / "config.json").is_file():
         load_config(name, key)  # which the tokenizer's class may follow from
-    transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
+    transformers = import_packages("transformers", *(["gguf"] if source.gguf else []))
     with (
         _quiet(source),
         in_one_line(f"{key}={name}: has no tokenizer that can be loaded"),
@@ -172,7 +172,7 @@ def load_tokenizer(name: str, key: str = MODEL_KEY) -> Any:
 def load_config(name: str, key: str = MODEL_KEY, **options: Any) -> Any:
     """Return the config of a model, with `options` in it."""
     source = find(name, key)
-    transformers = import_packages("transformers", *["gguf"] * bool(source.gguf))
+    transformers = import_packages("transformers", *(["gguf"] if source.gguf else []))
     with (
         _quiet(source),
         in_one_line(f"{key}={name}: has no config that can be loaded"),

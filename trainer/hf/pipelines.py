@@ -46,7 +46,7 @@ def describe_calls(calls: list[dict[str, Any]]) -> list[str]:
         words = "gives the run's answer"
         if call["task"] == GENERATION:
             words = "continues a prompt with the run's tokens"
-            words += f" and stops at token {call['stop']}" * (call["stop"] is not None)
+            words += f" and stops at token {call['stop']}" if call["stop"] is not None else ""
         elif "pixel_values" in call["inputs"]:
             words = "reads the run's pixels and gives its answer"
         lines[call["task"]] = f"pipeline({call['task']!r}, FOLDER) {words}"
@@ -144,7 +144,7 @@ def _are_alike(
 
 
 def _head(tokens: list[int]) -> str:
-    return str(tokens[:12]) + " ..." * (len(tokens) > 12)
+    return str(tokens[:12]) + (" ..." if len(tokens) > 12 else "")
 
 
 def _force(pipe: Any, ask: Any, stop: int) -> list[int]:

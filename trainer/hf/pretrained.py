@@ -162,7 +162,7 @@ def write_card(
     The model began with the files in `weights`, if that is a folder; the licence is theirs.
     """
     is_average = config.run.ema_decay is not None and not facts["is_stored"]
-    average = ", averaged (run.ema_decay)" * is_average
+    average = ", averaged (run.ema_decay)" if is_average else ""
     libraries = [name for name in ("transformers", "peft") if name in _libraries(facts)]
     versions = [f"{name} {version(name)}" for name in [*libraries, "torch"]]
     title = f"{config.task.name} {origin['name']}"
@@ -193,7 +193,7 @@ def _libraries(facts: Mapping[str, Any]) -> list[str]:
 
 def _named_base(facts: Mapping[str, Any]) -> str:
     gguf_file = facts["options"].get("gguf_file")
-    return visible(facts["base"]) + f" ({visible(str(gguf_file))})" * bool(gguf_file)
+    return visible(facts["base"]) + (f" ({visible(str(gguf_file))})" if gguf_file else "")
 
 
 def _head(facts: Mapping[str, Any], weights: str) -> str:

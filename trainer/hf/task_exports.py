@@ -28,7 +28,7 @@ def end_answers(model: Any, stop: int | None) -> None:
 
 def _add_end(settings: Any, stop: int) -> None:
     ends = getattr(settings, "eos_token_id", None)
-    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends] * (ends is not None)
+    ends = list(ends) if isinstance(ends, (list, tuple)) else ([ends] if ends is not None else [])
     if stop not in ends:
         settings.eos_token_id = [stop, *ends] if ends else stop
 

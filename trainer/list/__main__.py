@@ -25,7 +25,7 @@ from trainer.core.api import (
     open_store,
     with_addresses,
 )
-from trainer.verbs import STRATEGIES
+from trainer.verbs import STRATEGY_TEXTS
 
 HELP = """usage: python -m trainer.list [tasks|recipes|strategies|runs] [run.dir=DIR]
        python -m trainer.list s3://BUCKET/PREFIX
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def show() -> None:
         for table_index, (kind, columns, rows) in enumerate(tables):
-            print("\n" * (table_index > 0), end="")
+            print(("\n" if table_index > 0 else ""), end="")
             if rows:
                 print_table((kind, *columns[1:]), rows)
             else:
@@ -102,7 +102,7 @@ def _list_recipes(_: Sequence[str], config_dirs: Sequence[str]) -> Rows:
 
 
 def _list_strategies(_: Sequence[str], config_dirs: Sequence[str]) -> Rows:
-    return [[name, about] for name, about in STRATEGIES.items()]
+    return [[name, about] for name, about in STRATEGY_TEXTS.items()]
 
 
 def _list_runs(overrides: Sequence[str], config_dirs: Sequence[str]) -> Rows:
@@ -124,7 +124,9 @@ def _list_runs(overrides: Sequence[str], config_dirs: Sequence[str]) -> Rows:
             rows.append([name, "", "", visible(with_addresses(str(error)))])
             continue
         best = shown(one.metric_name, one.best[1]) if one.best else ""
-        rows.append([one.name, f"{one.step:,}", f"{one.metric_name} {best}" * bool(best), one.end])
+        rows.append(
+            [one.name, f"{one.step:,}", (f"{one.metric_name} {best}" if best else ""), one.end]
+        )
     return rows
 
 

@@ -308,7 +308,7 @@ class Partition:
                 stages_by_name[full] = module_stages
                 if used := [stage for stage in stages[tensor] if stage in module_stages]:
                     self.owners[full] = used[-1]
-                    self.shared += [full] * (len(used) > 1)
+                    self.shared += [full] if len(used) > 1 else []
         return stages_by_name
 
 

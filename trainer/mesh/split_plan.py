@@ -182,7 +182,7 @@ class TensorPlan:
         is_linear = type(module).forward is nn.Linear.forward
         is_embedding = type(module).forward is nn.Embedding.forward
         if not is_linear and not (is_embedding and kind != "columns"):
-            kinds = "nn.Linear" + " or nn.Embedding" * (kind != "columns")
+            kinds = "nn.Linear" + (" or nn.Embedding" if kind != "columns" else "")
             raise ConfigError(f"""tensor_plan:
                 {name} is a {type(module).__name__}: must be {kinds} for {form}""")
         is_sequence = module in self._inside
@@ -219,7 +219,7 @@ class TensorPlan:
             length = whole.shape[dim]
             size = self._axis.size
             if length % num_packed or (is_even and length // num_packed % size):
-                packed = f" in {num_packed} packed parts" * (num_packed > 1)
+                packed = f" in {num_packed} packed parts" if num_packed > 1 else ""
                 raise ConfigError(f"""strategy.mesh.tensor={size}:
                     {name}.{key} has {length}{packed} on axis {dim}, which it must divide""")
             sizes = collectives.sizes_of(length // num_packed, self._axis)

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _find("--cluster", CLUSTERS, flags)
     if recipe == "notebook" and cluster:
         raise ConfigError("--recipe notebook: starts no ranks on a cluster; leave out --cluster")
-    folder = _folder_of(single(words or [f"my-{recipe}"] * bool(recipe), NEW_ADVICE))
+    folder = _folder_of(single(words or ([f"my-{recipe}"] if recipe else []), NEW_ADVICE))
     name = folder.name
     module = name.replace("-", "_")
     _check(name, module, folder)

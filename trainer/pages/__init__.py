@@ -78,7 +78,7 @@ class Page:
         """Add the charts, the first ones of `num`: large ones in the section `first`, then small
         ones."""
         large, small = ([c for c in charts if c.is_large == size] for size in (True, False))
-        left_out = [f"The first {len(charts):,} of {num:,} charts."] * (len(charts) < num)
+        left_out = [f"The first {len(charts):,} of {num:,} charts."] if len(charts) < num else []
         self.add(replace(first, lines=[*first.lines, *left_out], charts=large, size="large"))
         self.add(Section("", charts=small))
 

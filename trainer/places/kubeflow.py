@@ -143,5 +143,5 @@ class Kubeflow(Sink):
     def _tell(self, why: str) -> None:
         if not self._is_told:
             self._is_told = True
-            prefix = f"{OF_TRAINJOB['url']}: " * (not why.startswith("KUBEFLOW"))
+            prefix = f"{OF_TRAINJOB['url']}: " if not why.startswith("KUBEFLOW") else ""
             self._say(f"warning: {prefix}{why}; the run goes on, and it is tried again")

@@ -295,7 +295,7 @@ class BucketMirror(Mirror):
         elif self._work.is_lost:
             self._tell(f"{self._missing()}: {self._work.problem}")
         else:
-            why = f": {self._work.problem}" * bool(self._work.problem)
+            why = f": {self._work.problem}" if self._work.problem else ""
             self._tell(f"""{self._missing()}, after {limit_s:g} s{why}; resume with run.resume
                 from {self._directory}, which copies it""")
 

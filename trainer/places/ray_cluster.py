@@ -337,7 +337,7 @@ def describe(config: LaunchSettings) -> dict[str, str]:
         free = [*_free_by_node(ray, config.labels).values()]
         needs = _needs_of(config, ray.cluster_resources())
         where = f"{counted(len(nodes), 'node')} at {ray.get_runtime_context().gcs_address}"
-        where += f" with launch.labels={config.labels}" * bool(config.labels)
+        where += f" with launch.labels={config.labels}" if config.labels else ""
         ray.shutdown()
     else:
         has = free = [_resources_here()]

@@ -44,7 +44,7 @@ def find_processes(views: Collection[str], marks: Collection[bytes]) -> list[int
                 is_left = any(mark in text for mark in marks)
         except OSError:  # it has ended, or is somebody else's
             continue
-        processes += [int(name)] * is_left
+        processes += [int(name)] if is_left else []
     return processes
 
 

@@ -26,7 +26,8 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # sched.h
 MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # sys/mount.h
 MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203, "riscv64": 41, "s390x": 217}
-AS_OUTSIDE = ("/proc", "/sys", "/dev", "/run", "/var/run")  # /dev/shm has the memory of ranks
+# /dev/shm has the memory of ranks
+MOUNTED_AS_OUTSIDE = ("/proc", "/sys", "/dev", "/run", "/var/run")
 PSEUDO = (
     *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts"),
     *("devtmpfs", "efivarfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore"),
@@ -123,14 +124,14 @@ class RootBuilder:
             each = self._mounts[path]
             if path == "/" or is_within_any(path, whole):
                 continue
-            if path in AS_OUTSIDE or each.kind in PSEUDO:
+            if path in MOUNTED_AS_OUTSIDE or each.kind in PSEUDO:
                 whole.append(path)
                 mount(path, self.root + path, flags=MS_BIND | MS_REC)
             elif not each.is_writable or not os.path.isdir(path):
                 mount(path, self.root + path, flags=MS_BIND)
             else:
                 self.overlay_or_bind(path)
-        for path in AS_OUTSIDE:  # that are plain folders, as /run in a container
+        for path in MOUNTED_AS_OUTSIDE:  # that are plain folders, as /run in a container
             if path not in whole and os.path.isdir(path) and not os.path.islink(path):
                 mount(path, self.root + path, flags=MS_BIND | MS_REC)
 
@@ -150,7 +151,7 @@ class RootBuilder:
         Only root may put an overlay over a folder with mounts of another namespace below.
         """
         each = self._mounts.get(path)
-        if path in AS_OUTSIDE or os.path.islink(path):
+        if path in MOUNTED_AS_OUTSIDE or os.path.islink(path):
             return
         if each and path != "/" and (each.kind in PSEUDO or not each.is_writable):
             return
@@ -259,7 +260,7 @@ def find_sockets() -> list[str]:
     except OSError:
         return sockets
     for path in sorted(each.rstrip("\n") for each in paths):
-        if not path.startswith("/") or is_within_any(path, AS_OUTSIDE):
+        if not path.startswith("/") or is_within_any(path, MOUNTED_AS_OUTSIDE):
             continue
         try:
             path = os.path.realpath(path)

@@ -156,7 +156,7 @@ class Views:
             self.problem = f"{sys.platform} has no overlays"
         elif _find_kind(self._root) not in (*GOOD, "tmpfs"):
             self.problem = f"{self._root.parent} is on {_find_kind(self._root)}"
-        folders = [self._root, *[records] * is_temporary]
+        folders = [self._root, *([records] if is_temporary else [])]
         words = [*PYTHON, str(HERE / "end_view.py"), *(os.path.realpath(f) for f in folders)]
         self._keeper = subprocess.Popen(  # noqa: S603  # no shell
             words, stdin=subprocess.PIPE, start_new_session=True

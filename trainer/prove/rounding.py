@@ -15,7 +15,7 @@ from trainer.prove.merging import CommandHistory, Merged, Sketch, Step, distance
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
 TIMES_MEASURED = 30.0  # times the effect of a change in the last bit
 PARTLY_FP32 = 1e-6  # losses that differ by less: the script computes some of it in fp32
-KINDS = ("losses", "gradients", "weights")
+COMPARED_KINDS = ("losses", "gradients", "weights")
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def differences(one: Step, other: Step, bounds: Bounds) -> dict[str, tuple[float
 def measure(one: CommandHistory, other: CommandHistory) -> Bounds:
     """Return bounds from a run and its repeat with other last bits and other sums."""
     native = Bounds("native", 1e-6, 1e-2, 1e-2, 1e-6)
-    noise: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    noise: dict[str, list[float]] = {kind: [] for kind in COMPARED_KINDS}
     for a, b in zip(one.steps, other.steps, strict=False):
         differences_by_kind = differences(a, b, native)
-        for kind in KINDS:
+        for kind in COMPARED_KINDS:
             noise[kind].append(max([differences_by_kind[kind][0], *noise[kind][-1:]]))
     return replace(native, noise=noise)
 

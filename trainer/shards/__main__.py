@@ -29,7 +29,14 @@ from trainer.shards.formats import FORMATS
 from trainer.shards.formats.mds import MdsWriter, encoding_of
 from trainer.shards.formats.shard_parts import FileBytes
 from trainer.shards.http_source import create_source, open_source
-from trainer.shards.index import MOST_INDEX_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
+from trainer.shards.index import (
+    INDEX_NAME,
+    MOST_INDEX_BYTES,
+    OF_MDS,
+    ShardIndex,
+    load_index,
+    of_mds,
+)
 from trainer.shards.long_work import watched
 from trainer.shards.sources import LocalSource, Source, Span, open_file
 
@@ -65,8 +72,8 @@ def write_index(
                 shards.append((name, rows, size, digest, span))
     index = ShardIndex.of(format, settings, *zip(*shards, strict=True))
     target = create_source(to)
-    target.write(NAME, index.to_bytes())
-    return index, f"{target.url}/{NAME}"
+    target.write(INDEX_NAME, index.to_bytes())
+    return index, f"{target.url}/{INDEX_NAME}"
 
 
 def _find_shards(url: str, listed: list[str]) -> tuple[str, list[str]]:
@@ -240,7 +247,7 @@ def _put_index(
     source.write(OF_MDS, json.dumps({"version": 2, "shards": shards}).encode())
     names, counts, sizes, digests = zip(*written, strict=True)
     index = ShardIndex.of("mds", writer.settings, names, counts, sizes, digests)
-    source.write(NAME, index.to_bytes())
+    source.write(INDEX_NAME, index.to_bytes())
     return index
 
 

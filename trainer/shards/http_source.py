@@ -97,7 +97,7 @@ class HttpSource:
         login, _, host = parts.netloc.rpartition("@")
         path = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self.url = f"{parts.scheme}://{host}{path}"  # it is shown: without password and signature
-        self._query = f"?{parts.query}" * bool(parts.query)
+        self._query = f"?{parts.query}" if parts.query else ""
         self._login = base64.b64encode(urllib.parse.unquote_to_bytes(login)).decode()
 
     def _request(self, name: str, begin: int, end: int | None) -> urllib.request.Request:

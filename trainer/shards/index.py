@@ -16,7 +16,7 @@ from trainer.base.plain_files import parse_json, parse_safetensors
 from trainer.shards.download import read_whole
 from trainer.shards.sources import Source, Span
 
-NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
+INDEX_NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
 OF_MDS = "index.json"
 INDEX_FORMAT = 1
 MOST_INDEX_BYTES = 2**33  # 10**8 shards
@@ -193,7 +193,7 @@ def load_index(source: Source) -> ShardIndex:
     """
     problems = []
     for name, check, convert in (
-        (NAME, _check_head, ShardIndex.from_bytes),
+        (INDEX_NAME, _check_head, ShardIndex.from_bytes),
         (OF_MDS, _check_head_of_mds, of_mds),
     ):
         url = f"{source.url}/{name}"
@@ -203,14 +203,14 @@ def load_index(source: Source) -> ShardIndex:
             problems.append(error)
         else:
             return convert(data, url)
-    for name, problem in zip((NAME, OF_MDS), problems, strict=True):
+    for name, problem in zip((INDEX_NAME, OF_MDS), problems, strict=True):
         if not isinstance(problem, FileNotFoundError):  # of two, that of Lockstep's own
             kind = "credentials" if isinstance(problem, PermissionError) else "file"
             why = (problem.strerror or one_line(problem)).rstrip(".")
             raise ConfigError(f"""{source.url}/{name}: cannot be read: {why};
                 check the {kind} and the address""") from None
     raise ConfigError(f"""{source.url}:
-        has no {NAME}, nor {OF_MDS} of MDS ({one_line(problems[-1])});
+        has no {INDEX_NAME}, nor {OF_MDS} of MDS ({one_line(problems[-1])});
         check the address, or write one: python -m trainer.shards index {source.url}""")
 
 
@@ -227,7 +227,7 @@ def _check_head_of_mds(url: str, head: bytes) -> None:
 
 def _damaged(url: str, flaw: str) -> ConfigError:
     return ConfigError(f"""{url}: {flaw};
-        write it again: python -m trainer.shards index {url.removesuffix(NAME)}""")
+        write it again: python -m trainer.shards index {url.removesuffix(INDEX_NAME)}""")
 
 
 def of_mds(data: bytes, url: str) -> ShardIndex:

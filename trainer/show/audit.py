@@ -197,7 +197,7 @@ def _name_sessions(manifest: dict[str, Any], sampling: Sampling) -> list[str]:
     step = manifest["step"]
     epochs, rest = divmod(step, sampling.size // batch)
     length = f"{step:,} steps of {batch:,} examples, so {counted(epochs, 'epoch')}"
-    length += f" and {counted(rest, 'step')}" * bool(rest)
+    length += f" and {counted(rest, 'step')}" if rest else ""
     sessions = [
         f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"]
     ]

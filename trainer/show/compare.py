@@ -14,7 +14,7 @@ from trainer.cli import answer
 from trainer.core.api import CONFIG
 from trainer.pages import write_out
 from trainer.pages.charts import Cell
-from trainer.show.differences import SAME_BITS
+from trainer.show.differences import EQUAL_RUNS
 from trainer.show.run_reading import read_runs
 from trainer.show.several_runs import (
     Comparison,
@@ -50,7 +50,7 @@ def compare(directories: Sequence[str], outs: Sequence[Path]) -> int:
         for out in outs:
             print(f"written: {out}")
 
-    is_equal = all(verdict.line == SAME_BITS for verdict in comparison.verdicts)
+    is_equal = all(verdict.line == EQUAL_RUNS for verdict in comparison.verdicts)
     result = "same bits" if is_equal else "same up to rounding"
     return answer(code, "not the same" if code else result, facts, show)
 
@@ -84,7 +84,10 @@ def _print(comparison: Comparison) -> None:
         print(visible(f"{', '.join(those)}: {line}" if len(groups) > 1 else line))
     for section in (list_results(comparison.runs, names, swept), swept.means()):
         if section.rows:
-            print(*map(visible, [section.title] * bool(section.title) + [*section.lines]), sep="\n")
+            print(
+                *map(visible, ([section.title] if section.title else []) + [*section.lines]),
+                sep="\n",
+            )
             print_table(section.columns, [[*map(_text_of, row)] for row in section.rows])
     is_many = len(others) >= MOST_RUNS_SIDE_BY_SIDE
     shown = [change.name for change in swept.columns]

@@ -237,7 +237,7 @@ def _distance(mine: Any, theirs: Any, name: str, shape: tuple[int, ...]) -> floa
     return None if is_same else math.sqrt(sums[0] / sums[1].clamp_min(TINY))
 
 
-SAME_BITS = "the same bits: curves, examples and weights are equal"
+EQUAL_RUNS = "the same bits: curves, examples and weights are equal"
 CANNOT_TELL = "cannot tell"
 MOST_NAMED = 4
 MOST_OF_A_REASON = 200  # characters
@@ -256,7 +256,7 @@ def judge(one: RunFiles, other: RunFiles, differences: list[Difference]) -> Same
     """Return the verdict on two runs, by their first differences."""
     unknown = explain_unknown(one, other)
     if not differences:
-        return Sameness(f"{CANNOT_TELL}: {unknown}" if unknown else SAME_BITS, not unknown)
+        return Sameness(f"{CANNOT_TELL}: {unknown}" if unknown else EQUAL_RUNS, not unknown)
     pair = [one, other]
     settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
     small = [each for each in differences if each.is_rounding]
@@ -278,7 +278,9 @@ def judge(one: RunFiles, other: RunFiles, differences: list[Difference]) -> Same
         check = "strategy=exact or strategy.precision=fp64 shows whether it is rounding alone"
         line = f"starts as rounding and grows ({growth}); {caution}{check}"
         return Sameness(line, False)
-    changed = "Same settings" + ", code and data" * (None not in (one.manifest, other.manifest))
+    changed = "Same settings" + (
+        ", code and data" if None not in (one.manifest, other.manifest) else ""
+    )
     if facts:
         changed = f"Changed: {_listed(facts)}"
     line = f"different: {differences[0].name}, from {_span(differences[0])}. {changed}"

@@ -49,7 +49,7 @@ def replay(arguments: Sequence[str]) -> int:
     path, overrides, config_dirs = run_directory(rest, REPLAY_ADVICE)
     wanted = own.get("step", "")
     if not wanted.isdecimal() or int(wanted) < 1:
-        problem = f"step={wanted}: must be an integer of at least 1; " * bool(wanted)
+        problem = f"step={wanted}: must be an integer of at least 1; " if wanted else ""
         raise ConfigError(f"{problem}{REPLAY_ADVICE}")
     directory = Path(path)
     step = int(wanted)

@@ -153,7 +153,7 @@ def _cards(run: RunFiles) -> list[Card]:
     if manifest:
         note = f"{run.strategy}, {settings['strategy.precision']}"
         mesh = mesh_of(manifest)
-        note += f", {mesh}" * mesh.is_divided
+        note += f", {mesh}" if mesh.is_divided else ""
         cards.append(Card("layout", counted(manifest.world_size, "rank"), note))
     return cards
 

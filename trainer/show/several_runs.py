@@ -318,7 +318,7 @@ def list_results(runs: Sequence[RunFiles], names: Sequence[str], swept: Swept) -
             columns[name] = [*values]
         elif values[0]:
             shared.append(f"{name} {values[0]}")
-    lines = [f"All runs: {', '.join(shared)}."] * bool(shared)
+    lines = [f"All runs: {', '.join(shared)}."] if shared else []
     rows = [[*row] for row in zip(*columns.values(), strict=True)]
     return Section("", lines, columns=tuple(columns), rows=rows, is_sortable=len(rows) > 2)
 

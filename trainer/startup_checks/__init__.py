@@ -203,10 +203,10 @@ class StartupChecks(Inspection):
     ) -> None:
         line = result.line
         if not line:
-            what = f"{'proof':<7} " + f"of {name}: " * (name != "loss")
+            what = f"{'proof':<7} " + (f"of {name}: " if name != "loss" else "")
             if is_first:
                 said = result.unproved or self._agreement(run.batches.plan.accumulation)
-                tried = f"{result.rows} rows tried, " * (not result.unproved)
+                tried = f"{result.rows} rows tried, " if not result.unproved else ""
                 run.say(f"{what}{said} ({tried}{seconds:.2f} s)")
             return
         if line in self.told:

@@ -143,7 +143,9 @@ def explain_written(name: str, why: str = "once for each micro-batch") -> str:
 
 def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:
     """Return the reason for buffers that advance with each pass, or sum over its rows."""
-    named = f"buffer{'s' * (len(names) > 1)} {', '.join(names[:3])}" + " ..." * (len(names) > 3)
+    named = f"buffer{'s' * (len(names) > 1)} {', '.join(names[:3])}" + (
+        " ..." if len(names) > 3 else ""
+    )
     if can_rewind:
         why = "changed in each forward pass, of which a step has one for each micro-batch"
         advice = "set run.buffers=per_step"

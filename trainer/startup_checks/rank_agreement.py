@@ -146,7 +146,7 @@ def _is_near(one: Sequence[float], other: Sequence[float]) -> bool:
 Cuts = tuple[int, ...]  # row numbers, of which neighbours bound a micro-batch
 
 LEAST = 8  # rows, times run.norm_rows
-MOST = 256  # of a data set on the device
+MOST_GATHERED = 256  # of a data set on the device
 MOST_READ = 32  # of one whose examples are read one by one
 CUTS_OF_FEW_ROWS = ((0, 2, 4), (0, 1, 2))
 FP64_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
@@ -168,7 +168,7 @@ def count_rows_to_try(costs: Costs, global_batch: int) -> int:
 
     It depends on the run alone, so the same rows are tried in every layout.
     """
-    most = min(MOST if costs.is_resident else MOST_READ, global_batch)
+    most = min(MOST_GATHERED if costs.is_resident else MOST_READ, global_batch)
     most = min(most, int(CHEAP_FLOPS / max(costs.flops, 1)), CHEAP_BYTES // max(costs.size, 1))
     return max(LEAST, most)
 

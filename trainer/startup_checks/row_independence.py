@@ -144,8 +144,8 @@ class RowIndependenceCheck:
 
     def _list_wide(self) -> list[torch.dtype]:
         """Return the types to compute in, apart from the run's own."""
-        wide = [torch.float64] * (not self._is_costly())
-        return wide + [torch.float32] * self._parts.precision.is_rounded
+        wide = [torch.float64] if not self._is_costly() else []
+        return wide + ([torch.float32] if self._parts.precision.is_rounded else [])
 
     def _is_costly(self) -> bool:
         is_slow = 6 * self._flops > FP64_FLOPS
@@ -274,7 +274,9 @@ class RowIndependenceCheck:
                 return CheckResult(explain_untraced(mismatch, find_written(whole, parts, limit)))
         if pair.counted.names:
             line = explain_counters(pair.counted, dict(subject.module.named_buffers()))
-            return CheckResult(line, "micro-batches" * (pair.counted.is_of_passes and not is_fixed))
+            return CheckResult(
+                line, ("micro-batches" if pair.counted.is_of_passes and not is_fixed else "")
+            )
         return self._find_changes(passes, every, is_fixed, whole, limit)
 
     def _name(self, passes: SlicedPasses, pair: Pair, cuts: Cuts, limit: float) -> CheckResult:

@@ -224,7 +224,7 @@ def explain_trials(whole: StepTrial, parts: Sequence[StepTrial], limit: float) -
     for update_number, (name, of_all) in enumerate(whole.updates[0]):
         own = joined([part.updates[0][update_number][1] for part in parts], None)
         if compare(of_all, own, limit) is not None:
-            of = f" (update {name!r})" * (name != "loss")
+            of = f" (update {name!r})" if name != "loss" else ""
             return f"{USES}{of}; compute it in loss for each row, or {FILL}"
     for name, sums in whole.recorded[0].items():
         added = sum(part.recorded[0].get(name, torch.zeros_like(sums)) for part in parts)

@@ -16,7 +16,7 @@ from trainer.base.errors import ConfigError
 from trainer.cli import (
     HYDRA_FLAGS,
     JSON,
-    QUESTIONS,
+    QUESTION_FLAGS,
     check_alone,
     load_task,
     run,
@@ -163,7 +163,7 @@ def answer_questions(arguments: Sequence[str]) -> int:
 
 
 def _is_question(flags: Sequence[str]) -> bool:
-    return any(word.split("=")[0] in QUESTIONS for word in flags)
+    return any(word.split("=")[0] in QUESTION_FLAGS for word in flags)
 
 
 def _is_setting(word: str) -> bool:

@@ -189,7 +189,7 @@ class Job:
         words += [word for word in overrides if not word.startswith(("run.name=", "run.resume="))]
         name = config.run.name if "run.name" in values else f"{sweep}-{_name_values(values, words)}"
         words += [f"run.name={name}", f"run.resume={config.run.resume or 'auto'}"]
-        words += [f"checkpoint.mirror={config.checkpoint.mirror}/{name}"] * has_mirror
+        words += [f"checkpoint.mirror={config.checkpoint.mirror}/{name}"] if has_mirror else []
         return cls(number, values, words, str(Path(config.run.dir) / config.task.name / str(name)))
 
     @property

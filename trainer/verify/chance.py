@@ -22,7 +22,7 @@ TEXTS = {
     "clock": "{} reads the clock",
     "files": "{} opens a file",
 }
-MOST_SHOWN = 2
+MOST_FUNCTIONS = 2
 _CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "thread_time"}
 _KINDS_BY_CALL = {
     "urandom": "unseeded",

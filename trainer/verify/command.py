@@ -40,7 +40,7 @@ def verify(arguments: Sequence[str], folder: Path) -> int:
     if is_resume and is_bits:
         raise ConfigError(f"{BITS}: must not be combined with {RESUME}; leave one out")
     plain = [word for word in arguments if word not in (RESUME, BITS)]
-    plain += ["strategy.name=exact"] * is_bits
+    plain += ["strategy.name=exact"] if is_bits else []
     words, config_dirs = split_arguments(plain, own=(JSON, BITS, RESUME))
     own, overrides = _divide(words, is_resume, config_dirs)
     config = load_config(overrides, config_dirs)

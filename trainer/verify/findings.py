@@ -11,7 +11,7 @@ from trainer.base.same import CLOSE, RUNS, relative
 from trainer.base.same.distance import norms_apart
 from trainer.startup_checks.explanations import FIND_IT
 from trainer.startup_checks.rank_agreement import explain_results, find_place
-from trainer.verify.chance import MOST_SHOWN
+from trainer.verify.chance import MOST_FUNCTIONS
 from trainer.verify.evidence import Evidence, Probe, describe_difference
 
 UNKNOWN = "unknown"
@@ -45,7 +45,7 @@ def _with_chance(reason: str, chance: Sequence[str]) -> str:
     """Add to a reason the functions of a step that depend on chance, if they may be the cause."""
     if not any(text in reason for text in OF_CHANCE):
         return reason
-    return _joined(reason.removesuffix(FIND_IT), " and ".join(chance[:MOST_SHOWN]))
+    return _joined(reason.removesuffix(FIND_IT), " and ".join(chance[:MOST_FUNCTIONS]))
 
 
 def rounding(reference: Evidence, shown_by: str = "fp64 agrees") -> str:

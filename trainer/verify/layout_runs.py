@@ -62,7 +62,7 @@ class TrialRuns:
             "checkpoint.export=null",
             "checkpoint.mirror=null",
             "run.max_minutes=null",
-            *["data.micro_batch=null"] * (config.data.micro_batch == "auto"),
+            *(["data.micro_batch=null"] if config.data.micro_batch == "auto" else []),
             f"run.dir={folder / 'runs'}",
             "run.compile=false",
             "run.prove=warn",  # what differs shall be measured

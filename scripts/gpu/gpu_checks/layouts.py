@@ -89,7 +89,7 @@ def model_parallel(here: Here) -> str:
     note = at_most(distance(one, run), 1e-10, f"{what} and one rank differ")
     scaled = here.launch("fp16", *words, "strategy=mp", "strategy.precision=amp_fp16", ranks=ranks)
     check_learned(losses(scaled), "mp with amp_fp16")
-    return f"{note}; amp_fp16 trains" + "; 2 ranks need 4 GPUs" * (ranks == 1)
+    return f"{note}; amp_fp16 trains" + ("; 2 ranks need 4 GPUs" if ranks == 1 else "")
 
 
 def exact(here: Here) -> str:

@@ -355,7 +355,7 @@ def test_a_sampling_for_other_data_is_refused(make, why, tmp_path):
 @pytest.mark.parametrize("harm", ["damage", "bomb", "other", "missing"])
 def test_a_saved_sampling_that_was_changed_is_refused(harm, tmp_path):
     found = fit_on(1, tmp_path, *WORDS, "run.steps=2", task=task_with(SAMPLINGS["weights"]))
-    path = found["directory"] / mixture.NAME
+    path = found["directory"] / mixture.SAMPLING_FILE
     data = path.read_bytes()
     sampling = ShardShuffle([7])
     settings, tensors = sampling.state()

@@ -68,7 +68,7 @@ def _report(capfd, how):
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=[pytest.mark.slow] * (how == "gil")) for how in CASES]
+    "how", [pytest.param(how, marks=([pytest.mark.slow] if how == "gil" else [])) for how in CASES]
 )
 def test_collective_is_named_and_the_rank_that_has_not_come(how, report_of, tmp_path):
     _, *lines = report_of(how)

@@ -68,7 +68,7 @@ def spawned(pid):
     for child in children_of(pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{child}/cmdline").read_bytes()
-            found += [child] * (b"multiprocessing.spawn" in words)
+            found += [child] if b"multiprocessing.spawn" in words else []
     return found
 
 

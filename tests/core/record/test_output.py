@@ -16,7 +16,7 @@ from harness import CONF, fit, on_ranks
 from harness.training import compose
 from tiny import Tiny
 
-from trainer.base.errors import MOST, describe, one_line
+from trainer.base.errors import MOST_CHARACTERS, describe, one_line
 from trainer.base.process.streams import (
     LastingStream,
     lasting_output,
@@ -214,7 +214,7 @@ def test_the_line_of_any_error_is_one_and_short():
     why = "its message cannot be shown, __str__ raised RuntimeError"
     assert describe(Unspeakable()) == f"Unspeakable: {why}"
     long = one_line(ValueError("a" * 6000 + "b" * 6000))
-    assert len(long) < MOST + 50 and long.startswith("aaa") and long.endswith("bbb")
+    assert len(long) < MOST_CHARACTERS + 50 and long.startswith("aaa") and long.endswith("bbb")
     assert "[... 10,000 more characters ...]" in long
 
 
@@ -280,7 +280,7 @@ def test_an_error_of_a_task_is_safe_for_a_terminal_and_told_in_exit_json(command
         assert shown in err and (stored or shown) in reason, (err, reason)
         assert all(c.isprintable() or c == "\n" for c in err), (statement, err)
         assert "of a thread" in err and "warned" in err and "nothing was saved" not in err
-        assert len(err) < 12_000 and len(reason) < MOST + 100
+        assert len(err) < 12_000 and len(reason) < MOST_CHARACTERS + 100
 
 
 def test_a_table_shows_its_texts_as_they_are_and_whole_in_a_pipe(capsys):

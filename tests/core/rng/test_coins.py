@@ -97,7 +97,7 @@ class WithoutCoins(Tiny):
         self.read = read
 
     def loss(self, outputs, targets):
-        self.states += [self.read()] * (self.step > 0)
+        self.states += [self.read()] if self.step > 0 else []
         return super().loss(outputs, targets)
 
 

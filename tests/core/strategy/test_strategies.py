@@ -146,7 +146,8 @@ TWICE += ("zero1 x 3", "two devices per rank", "small buckets", "unused paramete
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in TWICE)) for cell in CELLS]
+    "cell",
+    [pytest.param(cell, marks=([pytest.mark.slow] if cell in TWICE else [])) for cell in CELLS],
 )
 def test_run_does_not_depend_on_the_strategy(cell, references, tmp_path):
     ranks, task, recipe, overrides = CELLS[cell]

@@ -308,7 +308,7 @@ def find_checkpoint(config: Config, resume: str | None, key: str = "run.resume")
         return Origin(checkpoint=path, source=path.resolve().parent.parent)
     if transaction.steps(path / "checkpoints"):
         return Origin(source=path)
-    auto = "auto, " * (key == "run.resume")
+    auto = "auto, " if key == "run.resume" else ""
     allowed = f"give {auto}a run directory, or a directory step-<number> in its checkpoints"
     if key == "run.init_from":
         allowed += ", or a file of weights, such as model.safetensors"

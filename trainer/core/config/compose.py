@@ -71,7 +71,7 @@ def load_config(
     parsed = parse(overrides)
     options = find_options(config_dirs)
     is_of_file = task is None or "task" in assignments
-    config = _compose("config", parsed, config_dirs, ["~task"] * (not is_of_file))
+    config = _compose("config", parsed, config_dirs, (["~task"] if not is_of_file else []))
     if task is not None and not is_of_file:
         with open_dict(config):
             config.task.merge_with({"name": task.__name__.lower(), "trainer": None})

@@ -128,7 +128,11 @@ def _path_problem(path: str) -> str:
     if longest > 255:
         return f"must have names of at most 255 bytes, and one has {longest:,}"
     size = len(os.fsencode(Path(path).absolute()))
-    return f"must be at most {MOST_OF_A_PATH:,} bytes, and is {size:,}" * (size > MOST_OF_A_PATH)
+    return (
+        f"must be at most {MOST_OF_A_PATH:,} bytes, and is {size:,}"
+        if size > MOST_OF_A_PATH
+        else ""
+    )
 
 
 def _shortened(text: str) -> str:

@@ -38,7 +38,7 @@ def suggest(name: str, candidates: Iterable[str], prefix: str = "") -> str:
         # The prefix alone, as in run.patience and run.seed, makes no name near.
         least = 0.8 if foreign in hints else 0.5
         near = closest(name, candidates, 0.6)
-        close = [near] * bool(near and _likeness(leaf, _leaf(near)) >= least)
+        close = [near] if near and _likeness(leaf, _leaf(near)) >= least else []
     if close:
         return f"; did you mean {prefix}{close[0]}?"
     near = closest(foreign, hints, 0.8)

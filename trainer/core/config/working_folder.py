@@ -126,7 +126,10 @@ def naming_words(config: Config, home: Path) -> list[str]:
         check_saved(config, home, (), read_settings(Path(config.folder)).config_dirs)
     except ConfigError:
         more = ",".join(config.task.packages)
-        return [f"task.trainer={config.task.trainer}", *[f"task.packages=[{more}]"] * bool(more)]
+        return [
+            f"task.trainer={config.task.trainer}",
+            *([f"task.packages=[{more}]"] if more else []),
+        ]
     return []
 
 

@@ -15,9 +15,9 @@ from trainer.core.distributed.launchers import find_launcher
 REPEAT_GRACE_S = 1.0  # a person's second Ctrl-C comes later
 START_S = 3.0  # how long a rank that was asked to stop still waits for the others
 # submitit has SLURM send SIGUSR2 before the time limit.
-_BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
+_BY_SUBMITIT = [signal.SIGUSR2] if "SUBMITIT_EXECUTOR" in os.environ else []
 # Sent when the terminal is closed; nohup ignores it.
-_BY_TERMINAL = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+_BY_TERMINAL = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT, *_BY_TERMINAL]
 PARENT = os.getppid()  # read as early as possible, so that a launcher that dies later is noticed
 INTERRUPTED = "interrupted; nothing was saved"

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.base.codec import dtype_of, name_of
 from trainer.base.errors import ConfigError
-from trainer.core.blame import LOSS, METRICS
+from trainer.core.blame import LOSS_HOOK, METRICS_HOOK
 from trainer.core.data.eval_batches import EvalBatches
 from trainer.core.distributed.watch.heartbeat import Phase
 from trainer.core.engine.context import Parts
@@ -345,12 +345,12 @@ class Evaluator:
         """Return metrics and loss of a micro-batch by name."""
         rows = self._draws.rows
         with self._precision.autocast():
-            metrics = call_hook(METRICS, self._hooks.metrics, outputs, targets, rows)
+            metrics = call_hook(METRICS_HOOK, self._hooks.metrics, outputs, targets, rows)
             returned = check_named("metrics returned", metrics)
             if "loss" in returned:
                 raise ConfigError("""metrics returned a value called loss: must have another name;
                     loss is always included""")
-            returned["loss"] = call_hook(LOSS, self._hooks.loss, outputs, targets, rows)
+            returned["loss"] = call_hook(LOSS_HOOK, self._hooks.loss, outputs, targets, rows)
         return returned
 
     def _count(self, split: EvalSplit, means: Means, outputs: Any, targets: Any, rows: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.base.codec import name_of
 from trainer.base.errors import ConfigError
-from trainer.core.blame import LOSS
+from trainer.core.blame import LOSS_HOOK
 from trainer.core.engine.means import Means
 from trainer.core.engine.values import Values, check_signs, sum_up, weigh, weigh_all
 from trainer.core.hook_calls import call_hook
@@ -123,7 +123,7 @@ class Objective:
     def add(self, loss: Loss, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a loss and count its values. Those of a form that was checked are not checked
         again."""
-        returned = call_hook(LOSS, loss, outputs, targets, self._rows)
+        returned = call_hook(LOSS_HOOK, loss, outputs, targets, self._rows)
         if self._form is not None and self._form == _form_of(returned):
             values, weights = returned if isinstance(returned, tuple) else (returned, None)
             if type(targets) is torch.Tensor and targets.shape[:1] == values.shape[:1]:

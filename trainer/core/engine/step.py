@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.base.errors import ConfigError, one_line
-from trainer.core.blame import MOST_SHOWN, is_explained, is_of_torch
+from trainer.core.blame import MOST_OF_AN_ERROR, is_explained, is_of_torch
 from trainer.core.schedule import Factor
 from trainer.core.strategy.optimizer_trial import is_elementwise
 
@@ -179,7 +179,7 @@ def _step(optimizer: Optimizer) -> None:
         if is_explained(error) or not is_of_torch(error):
             raise
         raise ConfigError(f"""{type(optimizer).__name__}.step() failed:
-            {type(error).__name__}: {one_line(error)[:MOST_SHOWN]}""") from error
+            {type(error).__name__}: {one_line(error)[:MOST_OF_AN_ERROR]}""") from error
 
 
 def _begin_momentum(optimizer: torch.optim.SGD) -> None:

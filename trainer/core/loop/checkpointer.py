@@ -119,7 +119,7 @@ class Checkpointer:
         lost = self._engine.inspection.find_lost(new, step) if new else []
         for names, why in zip(kinds, (CHANGED, RESHAPED), strict=True):
             if told := [name for name in names if name in lost]:
-                more = f" and {len(told) - MOST_NAMED} more" * (len(told) > MOST_NAMED)
+                more = f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else ""
                 named = ", ".join(told[:MOST_NAMED]) + more
                 self._record.say(f"warning: a checkpoint does not hold {named}: {why}")
 

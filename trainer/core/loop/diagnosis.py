@@ -18,7 +18,7 @@ from torch import nn
 from trainer.base.codec import digest
 from trainer.base.errors import ConfigError, RunError, one_line, place_of
 from trainer.core.blame import (
-    LOSS,
+    LOSS_HOOK,
     find_rows,
     is_of_compiler,
     is_of_second_backward,
@@ -202,7 +202,7 @@ def _find_bad_gradients(
 
 
 TWICE = (
-    f"backward() went twice through the graph of {LOSS}: leave the call out of hooks, "
+    f"backward() went twice through the graph of {LOSS_HOOK}: leave the call out of hooks, "
     "since the trainer makes it; if the model keeps a tensor for the next batch, detach() it"
 )
 _READY_TWICE = re.compile(r"with name (\S+) has been marked as ready twice")

@@ -172,7 +172,7 @@ class RunLog:
 
         values = {f"train/{name}": mean for name, mean in means.items()} | rates
         for name, norm in zip(norms, maxima[len(own) - 1 :], strict=True):
-            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
+            values["optim/grad_norm" + (f"/{name}" if name != "loss" else "")] = norm
         values |= speeds | dict(zip(SLOWEST, maxima[: len(own) - 1], strict=False))
         self._hint_at_data(maxima[0], seconds)
         if is_changed:
@@ -270,7 +270,7 @@ class RunLog:
             self._record.say(line)
         for line in (*notes, self.next_command(is_stopped, why)):
             self._record.say(line)
-        reason = "stopped" if is_stopped else "done" + f": {why}" * bool(why)
+        reason = "stopped" if is_stopped else "done" + (f": {why}" if why else "")
         facts: dict[str, Any] = {"step": state.step, "metrics": state.metrics, "best": state.best}
         self._record.exit(summary.exit_code, reason, facts)
         return summary

@@ -127,7 +127,7 @@ def layout(config: Config, world: World, threads: int) -> str:
     backend = dist.get_backend() if is_open else choose_backend(config.dist, world)
     ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
     learned = block.precision + ", SyncBN" * block.sync_batchnorm
-    learned += f", BatchNorm over {config.norm_rows} rows" * bool(config.norm_rows)
+    learned += f", BatchNorm over {config.norm_rows} rows" if config.norm_rows else ""
     if block.comm_hook != "none":
         learned += f", comm hook {block.comm_hook}"
     each = f"{counted(threads, 'thread')} per rank"
@@ -343,7 +343,9 @@ def next_command(
 def newest_checkpoint(config: Config, world: World, directory: Path, newest: int) -> list[str]:
     """Return the line that a run which failed ends with, if it has a checkpoint."""
     command = resume_command(config, world, directory)
-    return [f"the newest checkpoint is of step {newest:,}; resume with: {command}"] * bool(newest)
+    return (
+        [f"the newest checkpoint is of step {newest:,}; resume with: {command}"] if newest else []
+    )
 
 
 def resume_command(config: Config, world: World, directory: Path, *more: str) -> str:
@@ -388,7 +390,7 @@ def ending(
     else:
         lines = [f"done: {counted(num_steps, 'step')}"]
     if trained:
-        part = f"{trained:,} of them " * (trained < summary.step)
+        part = f"{trained:,} of them " if trained < summary.step else ""
         speed = f"{summary.examples_per_s:,.0f} examples/s{_flops(summary.flops_per_s)}"
         lines[0] += f", {part}in {summary.seconds:.1f} s, {speed}"
     metric_texts = []

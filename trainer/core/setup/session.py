@@ -148,7 +148,7 @@ def _resolve_precision(
         check_layout(config, world)
     is_told = not is_plain or chosen != "fp32"
     line = fact("dtype", f"{chosen} (strategy.precision={precision}), because {why}")
-    return config, [line] * is_told
+    return config, ([line] if is_told else [])
 
 
 def complete_world(world: World, config: Config, ranks: Ranks) -> World:
@@ -303,7 +303,7 @@ def _open(
     with ExitStack() as undo, _disk_errors_named(config, directory):
         undo.callback(lambda: Record(sinks).close())
         if mixture.digest_of(sampling):
-            replace_file(directory / mixture.NAME, mixture.to_bytes(sampling))
+            replace_file(directory / mixture.SAMPLING_FILE, mixture.to_bytes(sampling))
         sinks.append(RecordFiles(directory, step, disk, lock.lease, console.say, settings))
         sinks += open_trackers(config, directory, step, console.say)
         if "tensorboard" in config.log.trackers:

@@ -223,7 +223,7 @@ class Exact(Strategy):
     def list_remarks(self, is_resumed: bool) -> list[str]:
         assert self.leaves is not None
         leaves = f"{self.leaves.total} leaves of {self._leaf} rows"
-        threads = ", each with one thread" * (self.world.device.type == "cpu")
+        threads = ", each with one thread" if self.world.device.type == "cpu" else ""
         return [f"exact: {leaves} in one tree, the same bits on any number of ranks{threads}"]
 
     # Vectors ------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.base.errors import ConfigError
+from trainer.core.state.walk import OF_A_MODULE
 from trainer.core.strategy.tensor_shards import replace_tensors
 
-OF_A_MODULE = set(vars(nn.Module()))
 DEPTH_OF_CONTAINERS = 3
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
 

@@ -192,7 +192,9 @@ def _check_order(roles: list[str]) -> None:
     follows = pairwise(turns)
     is_turn = all(one != two or one == "tool" for one, two in follows)
     if not is_first or not is_turn or "system" in turns or "assistant" not in turns:
-        shown = ", ".join(roles[:MOST_NAMES_SHOWN]) + ", ..." * (len(roles) > MOST_NAMES_SHOWN)
+        shown = ", ".join(roles[:MOST_NAMES_SHOWN]) + (
+            ", ..." if len(roles) > MOST_NAMES_SHOWN else ""
+        )
         if "assistant" not in turns:
             raise Flaw("without an assistant's message", "add the answer, or remove it")
         raise Flaw(f"with roles out of order, such as {shown}", advice)
@@ -214,4 +216,7 @@ def _type(value: Any) -> str:
 
 def _names(row: Mapping[str, Any]) -> str:
     names = [f"{name!s:.30}" for name, value in row.items() if value is not None]
-    return ", ".join(names[:MOST_NAMES_SHOWN]) + ", ..." * (len(names) > MOST_NAMES_SHOWN) or "none"
+    return (
+        ", ".join(names[:MOST_NAMES_SHOWN]) + (", ..." if len(names) > MOST_NAMES_SHOWN else "")
+        or "none"
+    )

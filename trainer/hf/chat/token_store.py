@@ -31,7 +31,7 @@ LOCK = ".lock"  # of the folder of stores
 DIGEST_BLOCK_BYTES = 2**20
 MOST_FLAWED = 100_000  # rows that cannot be used, after which no more are read
 MOST_ROWS_OF_A_BATCH = 1000  # that are encoded together
-MOST_CHARACTERS = 2**21
+MOST_CHARACTERS_OF_A_BATCH = 2**21
 CUT_BEFORE_ANSWER = "left out: task.options.context ends before the answer begins"
 EQUAL_ANSWERS = "left out: task.options.context ends before its answers differ"
 ALIKE_ANSWERS = "left out: the template renders both of its answers alike"
@@ -249,7 +249,7 @@ class _Writer:
         self._stop = self._masks.stop_of(examples[0])
         self._batch.append((location, content_hash(examples), plans))
         self._size += sum(len(plan.sealed) + sum(map(len, plan.befores)) for plan in plans)
-        if len(self._batch) >= MOST_ROWS_OF_A_BATCH or self._size >= MOST_CHARACTERS:
+        if len(self._batch) >= MOST_ROWS_OF_A_BATCH or self._size >= MOST_CHARACTERS_OF_A_BATCH:
             self._flush()
 
     def _flush(self) -> None:

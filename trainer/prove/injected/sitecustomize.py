@@ -11,13 +11,13 @@ import importlib.util
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+INJECTED = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 RECORDER = "_lockstep_recorder"
 
 
 def load_recorder() -> None:
     """Import the package `recorder` beside this folder, which watches imports of torch."""
-    prove = os.path.dirname(HERE)  # noqa: PTH120
+    prove = os.path.dirname(INJECTED)  # noqa: PTH120
     folder = os.path.join(prove, "recorder")  # noqa: PTH118
     process = os.path.join(os.path.dirname(prove), "base", "process")  # noqa: PTH118, PTH120
     path = os.path.join(folder, "__init__.py")  # noqa: PTH118
@@ -37,7 +37,7 @@ def load_recorder() -> None:
 
 def load_next() -> None:
     """Run the sitecustomize that this one hides."""
-    entries = [entry for entry in sys.path if os.path.abspath(entry) != HERE]  # noqa: PTH100
+    entries = [entry for entry in sys.path if os.path.abspath(entry) != INJECTED]  # noqa: PTH100
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", entries)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

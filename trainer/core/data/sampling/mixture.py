@@ -216,7 +216,7 @@ class Mixture(Sampling):
     def describe(self) -> str:
         total = sum(self.shares)
         shares = [f"{share / total:.3g}" for share in self.shares[:6]]
-        more = ", ..." * (len(self.shares) > 6)
+        more = ", ..." if len(self.shares) > 6 else ""
         return f"{len(self.shares)} groups by {', '.join(shares)}{more}, {self.size:,} an epoch"
 
     def replacement(self, index: int, count: int) -> int:
@@ -332,8 +332,8 @@ def _pattern(shares: Sequence[int]) -> list[int]:
     return pattern
 
 
-NAME = "sampling.safetensors"  # in the run directory
-MOST_BYTES = 2**34
+SAMPLING_FILE = "sampling.safetensors"  # in the run directory
+MOST_OF_A_SAMPLING = 2**34
 SAMPLING_KINDS: dict[str, type[Sampling]] = {
     each.kind: each for each in (Shuffle, ShardShuffle, Weighted, Mixture)
 }
@@ -366,9 +366,9 @@ def read_sampling(directory: Path, facts: Mapping[str, Any]) -> Sampling:
     """
     if not facts.get("sampling"):
         return Shuffle(facts["length"])
-    path = directory / NAME
+    path = directory / SAMPLING_FILE
     try:
-        data = read_file(path, MOST_BYTES)
+        data = read_file(path, MOST_OF_A_SAMPLING)
     except OSError as error:
         raise CheckpointError(f"""{path}: {error.strerror}: it has the order of the examples;
             restore it""") from None

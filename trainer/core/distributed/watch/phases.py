@@ -47,7 +47,9 @@ class History:
         of = {"default_pg": "the world", "undefined": f"the group of {name_ranks(self.members)}"}
         group = of.get(self._description, f"the {self._description} group")
         call = self.calls[ordinal]
-        return f"{call.name} number {ordinal} of {group}" + f" ({call.shape})" * bool(call.shape)
+        return f"{call.name} number {ordinal} of {group}" + (
+            f" ({call.shape})" if call.shape else ""
+        )
 
 
 Answer = Mapping[str, History]  # by group

@@ -308,7 +308,7 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
     """Describe the phases, or the collectives in them, in which ranks are blocked."""
     phase_texts = {}
     for s in states:
-        other = "a collective in " * (s.phase != Phase.REDUCE)
+        other = "a collective in " if s.phase != Phase.REDUCE else ""
         group = f"the {s.group} group in " if s.group else other
         phase_texts[s.rank] = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
     for phase_text, ranks in ranks_by_value(phase_texts).items():

@@ -114,7 +114,7 @@ class Console(Sink):
         label = TextColumn("{task.fields[shown]}")
         bar = BarColumn(None, complete_style="green", finished_style="green")
         is_wide = self._terminal.width >= WIDE_COLUMNS
-        columns = (TextColumn("step"), *[bar] * is_wide, MofNCompleteColumn(), label)
+        columns = (TextColumn("step"), *([bar] if is_wide else []), MofNCompleteColumn(), label)
         self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
         self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()

@@ -266,7 +266,7 @@ class MetricsFile:
             os.ftruncate(self._descriptor, size - len(tail.encode()))
             tail = ""
         added = len(missing) - self._unwritten.count(b"\n")
-        self._unwritten = ("\n" * bool(tail) + "".join(missing)).encode()
+        self._unwritten = (("\n" if tail else "") + "".join(missing)).encode()
         again = f", with {counted(added, 'line')} that it lacked" if added > 0 else ""
         self._warn(f"{self._path}: {what}; the run continues in it{again}")
 
