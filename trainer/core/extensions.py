@@ -41,6 +41,8 @@ class Extension:
 
 # What looks at a run beside its steps: `open_checks`.
 CHECKS = Extension("trainer.startup_checks")
+# `Trainer.launch` in a notebook: `train_on_ranks`.
+NOTEBOOK = Extension("trainer.notebook")
 # `--cfg` and other flags of Hydra: `answer_questions`.
 QUESTIONS = Extension("trainer.sweep.__main__")
 # Values of `strategy.name` besides the files of core/strategy: `STRATEGY`.

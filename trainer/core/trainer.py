@@ -20,14 +20,13 @@ from trainer.core.engine.optimizers import check_optimizers
 from trainer.core.engine.step import Outcome
 from trainer.core.engine.trial import NO_RUN, ONLY_IN_FIT, TaskRun
 from trainer.core.engine.values import Values, check_name
-from trainer.core.extensions import EXPORT
+from trainer.core.extensions import EXPORT, NOTEBOOK
 from trainer.core.loop.diagnosis import Example
 from trainer.core.loop.diagnosis import examine as examine_batch
 from trainer.core.loop.run import Run
 from trainer.core.loop.training import FitResult, examine, start, train
 from trainer.core.record.startup import Summary
 from trainer.core.setup.build import Setup
-from trainer.core.setup.notebook_launch import train_on_ranks
 from trainer.core.strategy.modules.batchnorm import has_batchnorm
 from trainer.core.task import Task
 
@@ -165,7 +164,7 @@ class Trainer(Task):
         Their output appears here, and an interrupt makes them save and stop. `evaluate` then
         evaluates the run. Raises what `fit` raises, and ConfigError without cloudpickle.
         """
-        summary = train_on_ranks(self, ranks)
+        summary: Summary = NOTEBOOK.load().train_on_ranks(self, ranks)
         self._run = FitResult(None, summary.step, summary.directory)
         return summary
 
