@@ -32,28 +32,21 @@ RESTARTS = 3  # in a row without a newer checkpoint: then the cause is not chanc
 class Origin:
     """The directory of a run, and where the checkpoints are from which it may resume.
 
-    `directory` None means a new one, named by the time. `source` is a run directory whose newest
-    valid checkpoint is used, unless `checkpoint` names one. `copies` are copies of the same run in
-    buckets, whose checkpoints count as those of `source` do; those of `fallback`, another copy,
-    are used if none of the others is valid. `used` is the checkpoint that was read.
-    `reached` is the newest step in the store of `checkpoint.mirror`. `before`: after a rollback,
-    only earlier steps are used, and `mirror` may have them. `is_attempt`: a previous attempt of
-    this launch created the directory. `refused` is the error to raise unless another rank finds the
-    origin. `launch` identifies the launch and its command, on rank 0.
+    The newest valid checkpoint of `source` and `copies` is used, unless `checkpoint` names one.
     """
 
-    directory: Path | None = None
+    directory: Path | None = None  # None: a new one, named by the time
     checkpoint: Path | None = None
-    source: Path | None = None
-    copies: tuple[Path, ...] = ()
-    fallback: Path | None = None
-    used: Path | None = None
-    reached: int | None = None
-    before: int | None = None
-    mirror: str | None = None
-    is_attempt: bool = False
-    refused: str = ""
-    launch: str = ""
+    source: Path | None = None  # a run directory
+    copies: tuple[Path, ...] = ()  # of the same run, in stores
+    fallback: Path | None = None  # one more copy, if no other one has a valid checkpoint
+    used: Path | None = None  # the checkpoint that was read
+    reached: int | None = None  # the newest step in the store of checkpoint.mirror
+    before: int | None = None  # after a rollback only earlier steps are used
+    mirror: str | None = None  # a store that may have these earlier steps
+    is_attempt: bool = False  # a previous attempt of this launch created the directory
+    refused: str = ""  # the error to raise unless another rank finds the origin
+    launch: str = ""  # identifies the launch and its command, on rank 0
 
     @property
     def is_resumed(self) -> bool:
@@ -510,7 +503,9 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         is_there = (directory / CONFIG).exists()
         if not (origin.is_resumed and is_there):  # else after the first step of this session
             lease.write_beside(directory / CONFIG, format_config(config.plain()))
-        _set_aside(directory / "checkpoints", step + (origin.used_copy is None))
+        # the step itself stays if it is this directory's; that of a copy is saved here again
+        first = step if origin.used_copy is not None else step + 1
+        _set_aside(directory / "checkpoints", first)
     except BaseException as error:
         lease.release()
         raise (_disk_error(config, error, base) if isinstance(error, OSError) else error) from None

@@ -146,7 +146,8 @@ class Engine:
         for parameter in others:
             parameter.grad = None
 
-        # Divide: from here on each gradient is that of the mean over the global batch.
+        # Backward divided by the nominal weight; what is left are the loss scale and the weight.
+        # From here on each gradient is that of the mean over the global batch.
         factor = objective.factor(totals) if objective.is_weighted else None
         found_inf = parts.precision.unscale(strategy.tensors.gradients(), factor)
         wants_norm = self.step.is_logged or norms.limit is not None

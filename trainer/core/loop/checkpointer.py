@@ -78,9 +78,10 @@ class Checkpointer:
         return max(steps(self._saver.root), default=0)
 
     def save(self, state: RunProgress, is_over: bool) -> Sequence[int]:
-        """Publish a checkpoint of the state, unless this step has one already. A collective.
+        """Begin a checkpoint of the state, unless this step has one already. A collective.
 
-        Returns the indices of examples that could not be read since the last one, on every rank.
+        As a rule a thread publishes it later. Return the indices of examples that could not be read
+        since the last one, on every rank.
         """
         self.is_requested = False
         self._ranks.heartbeat.enter(Phase.SAVE)

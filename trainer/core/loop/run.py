@@ -415,7 +415,7 @@ class Run(TaskRun):
     # State --------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Publish a checkpoint of the state, unless this step has one already. A collective."""
+        """Begin a checkpoint of the state, unless this step has one already. A collective."""
         with self._log.paused():
             self.decisions.flush()  # a bad step must not be published
             self._save()

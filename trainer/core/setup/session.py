@@ -50,7 +50,7 @@ from trainer.core.task import Task
 
 @dataclass(frozen=True)
 class Session:
-    """The ranks of one start, which agree on `origin`. `notes` are lines for the start to show."""
+    """The ranks of one start, and `notes`: lines for it to show. Only rank 0 knows the `origin`."""
 
     ranks: Ranks
     origin: resume.Origin
@@ -73,7 +73,7 @@ def open_session(
         try:
             task.world = complete_world(task.world, task.config, ranks)
             if steps is not None:
-                origin = _agree_on_origin(task.config, task.world, ranks.group, origin)
+                origin = _look_again(task.config, task.world, ranks.group, origin)
             else:
                 with ranks.group.agreed("finding the checkpoint"):
                     if origin.refused:
@@ -88,9 +88,7 @@ def open_session(
             task.config, task.world = config_and_world
 
 
-def _agree_on_origin(
-    config: Config, world: World, group: Group, origin: resume.Origin
-) -> resume.Origin:
+def _look_again(config: Config, world: World, group: Group, origin: resume.Origin) -> resume.Origin:
     """Look for the previous attempt again, now with the starters of all ranks. A collective."""
     with group.agreed("finding the run directory"):
         if world.rank == 0:
