@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from trainer.base.errors import ConfigError
 from trainer.cli import load_task
 from trainer.core.config.schema import Config
-from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.devices import Device
 from trainer.core.distributed.launchers import Launcher
@@ -30,6 +29,7 @@ from trainer.core.distributed.ranks import lone_rank
 from trainer.core.distributed.world import RankGroup, World
 from trainer.core.engine.context import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.core.hook_calls import call
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.setup.build import Setup, make_model
 from trainer.core.setup.early_checks import check_run, try_optimizer
 from trainer.core.strategy import find_strategy

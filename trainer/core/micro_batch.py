@@ -1,13 +1,23 @@
-"""The rows of a micro-batch: trees of tensors whose first axis is the batch's."""
+"""Micro-batches and their rows: trees of tensors whose first axis is the batch's."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.base.errors import ConfigError
+
+MicroBatch = tuple[Any, Any]  # inputs and targets
+
+
+class MicroBatches(Protocol):
+    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
 class Rows:

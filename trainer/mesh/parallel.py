@@ -18,11 +18,10 @@ from torch.nn.utils import get_total_norm
 
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
-from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
-from trainer.core.micro_batch import count_rows, take_rows
+from trainer.core.micro_batch import MicroBatch, MicroBatches, count_rows, take_rows
 from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.mesh_sizes import Mesh

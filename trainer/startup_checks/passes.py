@@ -17,13 +17,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from trainer.core.data.preparation import MicroBatch
 from trainer.core.engine.context import Hooks, Parts
 from trainer.core.engine.recording import Loss
 from trainer.core.engine.trial import Trial
 from trainer.core.engine.values import Values, sum_up, weigh_all
 from trainer.core.hook_calls import call
-from trainer.core.micro_batch import count_rows
+from trainer.core.micro_batch import MicroBatch, count_rows
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.state.sandbox import keep_attributes, keep_generators, keep_tensors, sandbox
 from trainer.core.strategy.modules.dry_run import perturb

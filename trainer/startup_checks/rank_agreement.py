@@ -16,9 +16,8 @@ from trainer.base.errors import counted
 from trainer.base.same import CLOSE, FP64, ROWS, SMALL, find_odd_rank, gap, relative
 from trainer.base.same.distance import apart, digest_rows, weigh
 from trainer.core.data.batches import Batches
-from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed.group import Group
-from trainer.core.micro_batch import copied
+from trainer.core.micro_batch import MicroBatch, copied
 from trainer.core.rng import seed_step
 from trainer.core.state.sandbox import keep_generators, sandbox
 

@@ -19,11 +19,12 @@ from trainer.core.data.ledger import CLOSE_EVERY, Ledger
 from trainer.core.data.loaders import ExampleSource
 from trainer.core.data.order import BatchPlan, BatchSplit, EpochSampler, check_batch
 from trainer.core.data.packing import check_enough
-from trainer.core.data.preparation import MicroBatch, Preparation
+from trainer.core.data.preparation import Preparation
 from trainer.core.data.resident import Piece
 from trainer.core.data.sampling import Sampling
 from trainer.core.distributed.ranks import Ranks
 from trainer.core.distributed.watch.heartbeat import Heartbeat, Phase
+from trainer.core.micro_batch import MicroBatch
 
 _INDICES = operator.itemgetter(1)  # of a piece
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,19 +15,9 @@ from trainer.core.data.examples import find_flaw
 from trainer.core.data.loaders import Collate
 from trainer.core.data.resident import Piece
 from trainer.core.distributed import accelerator
-from trainer.core.micro_batch import count_rows
+from trainer.core.micro_batch import MicroBatch, count_rows
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.rng.philox import Random
-
-MicroBatch = tuple[Any, Any]
-
-
-class MicroBatches(Protocol):
-    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
 
 Form = tuple[torch.dtype, int, torch.dtype, int]  # of two tensors: dtype and number of axes
 IMAGES = 4  # axes: their memory format may have to change

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer.base.errors import ConfigError
-from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.ranks import FORKS
 from trainer.core.distributed.watch.heartbeat import Phase
 from trainer.core.engine.context import Parts
@@ -25,7 +24,7 @@ from trainer.core.engine.recording import Loss, LossWatcher, Recorder
 from trainer.core.engine.step import OpenStep, Outcome, step_unless
 from trainer.core.engine.training_state import TrainingState
 from trainer.core.engine.trial import Inspection, TaskRun, Trial
-from trainer.core.micro_batch import count_rows, take_rows
+from trainer.core.micro_batch import MicroBatch, MicroBatches, count_rows, take_rows
 from trainer.core.rng import seed_all, seed_step
 from trainer.core.rng.draw_traces import uses_global_rngs
 from trainer.core.schedule import Factor

@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_map_only
 from trainer.base.errors import ConfigError, counted
 from trainer.core.config.schema import Config
 from trainer.core.data.order import BatchSplit, Leaves
-from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed.world import World
 from trainer.core.extensions import CHECKS
 from trainer.core.hook_calls import call
-from trainer.core.micro_batch import copied, count_rows, slice_rows
+from trainer.core.micro_batch import MicroBatch, MicroBatches, copied, count_rows, slice_rows
 from trainer.core.rng.compiled import compiled
 from trainer.core.rng.forward import ExampleRng
 from trainer.core.strategy.cost import Cost

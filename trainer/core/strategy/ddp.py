@@ -20,13 +20,12 @@ from torch.nn.parameter import is_lazy
 from trainer.base.codec import bytes_of, digest, name_of
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
-from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.group import find_unequal, number_of
 from trainer.core.distributed.rendezvous import choose_backend
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
-from trainer.core.micro_batch import copied
+from trainer.core.micro_batch import MicroBatch, MicroBatches, copied
 from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.cost import AllReduceCost

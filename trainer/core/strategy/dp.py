@@ -6,9 +6,9 @@ from torch import nn
 
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
-from trainer.core.data.preparation import MicroBatch
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.strategy.base import ObjectiveProtocol
 from trainer.core.strategy.single import SingleDevice
 

@@ -21,10 +21,10 @@ from torch import nn
 from trainer.base.errors import ConfigError
 from trainer.core.config.schema import Config
 from trainer.core.data.order import BatchSplit, Leaves, split
-from trainer.core.data.preparation import MicroBatch, MicroBatches
 from trainer.core.distributed import accelerator
 from trainer.core.distributed.world import World
 from trainer.core.hook_calls import call
+from trainer.core.micro_batch import MicroBatch, MicroBatches
 from trainer.core.state.sandbox import BufferCopies, keep_passes, sandbox
 from trainer.core.strategy.base import ModelSpec, ObjectiveProtocol, Strategy
 from trainer.core.strategy.cost import (
