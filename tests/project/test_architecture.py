@@ -76,7 +76,7 @@ LAZY = (
 # In code lines: without blanks, comments and docstrings.
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_COMPANION = 6_000
-MOST_OF_THE_CORE = 19_000  # its aim is 17,700
+MOST_OF_THE_CORE = 18_000  # its aim is 17,700
 SLACK = 150  # so that shrinking forces the ledger down, and growing shows as a changed line
 MOST_METHODS = 14  # public ones of a class, without properties
 OF_OTHERS = ("Task", "MpiGroup")  # whose methods are the user's hooks, or torch's interface

@@ -79,12 +79,12 @@ class StartupChecks(Inspection):
         self.row_check = RowIndependenceCheck(parts, engine)
         self._parts = parts
         self._engine = engine
-        self.is_due = False  # in this step, also for an update that was checked
+        self.is_due = False  # in this step updates are checked again
         self._open: CheckedRun | None = None
         self._rows: TrialRows | None = None
         self._checked: set[tuple[str, int]] = set()
         self.found: list[str] = []  # lines about this layout
-        self.told: set[str] = set()  # all lines
+        self.told: set[str] = set()  # lines about differences, which end later checks
         self._unsaved = UnsavedState(
             parts.hooks,
             engine.model,

@@ -1,7 +1,8 @@
 """Passes of the checks at the start: forward, loss and backward on a few rows, whole or cut in two.
 
-A pass has copies of the model's tensors, so it leaves no trace in the model or its gradients. Where
-the model can compute in fp64 it does, or in fp32, so that a difference is no rounding.
+A pass has copies of the model's tensors, so it leaves no trace in the model or its gradients; those
+that train are perturbed, unless it is forward only. Where the model can compute in fp64 it does, or
+in fp32, so that a difference is no rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Depth = Literal["forward", "graph", "backward"]
 class PassResult:
     """The results of a pass over rows: sums over them, so that those of parts can be added.
 
-    `sums` has the weighted values, their sizes and the weights. `buffers` are those after the pass.
+    `sums` (3,) has the sums of values x weights, of their absolute values, and of the weights.
+    `buffers` are those after the pass.
     """
 
     sums: torch.Tensor

@@ -30,8 +30,8 @@ class CheckResult:
     """The result of a check: a line about the first dependence on the layout, else an empty one.
 
     `among` tells where it shows: among "ranks", among the "micro-batches" of a rank, or both.
-    `unproved` says why nothing could be found out. `digests` are of a pass, and agree on all ranks
-    up to `limit`. `rows` were tried.
+    `unproved` says why nothing could be found out. `digests` are of a pass (none if ranks ran
+    halves), and agree on all ranks up to `limit`. `rows` were tried.
     """
 
     line: str = ""
@@ -148,7 +148,7 @@ LEAST = 8  # rows, times run.norm_rows
 MOST_GATHERED = 256  # of a data set on the device
 MOST_READ = 32  # of one whose examples are read one by one
 CUTS_OF_FEW_ROWS = ((0, 2, 4), (0, 1, 2))
-FP64_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
+COSTLY_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
 CHEAP_FLOPS = 2e9  # a part of a second in fp64 on a core: as many rows as cost that are tried
 CHEAP_BYTES = 2**26  # of inputs and targets
 
@@ -177,8 +177,8 @@ def list_cuts(count: int, flops: float) -> list[Cuts]:
 
     Two parts are of one size: a model may keep state as long as that stays. `flops` are a row's.
     """
-    if 2 * LEAST * flops >= FP64_FLOPS:
-        return [(0, 1, 3), (0, 2, 4)] if 6 * flops <= FP64_FLOPS else [(0, 1, 2), (0, 2, 4)]
+    if 2 * LEAST * flops >= COSTLY_FLOPS:
+        return [(0, 1, 3), (0, 2, 4)] if 6 * flops <= COSTLY_FLOPS else [(0, 1, 2), (0, 2, 4)]
     large = 3 * count // 8
     small = (2 * large + 2,) if count >= 2 * LEAST else ()
     return [(0, large, 2 * large, *small, count), *CUTS_OF_FEW_ROWS[:1]]

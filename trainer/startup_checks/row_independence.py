@@ -47,7 +47,7 @@ from trainer.startup_checks.passes import (
     SlicedPasses,
 )
 from trainer.startup_checks.rank_agreement import (
-    FP64_FLOPS,
+    COSTLY_FLOPS,
     CheckResult,
     Costs,
     Cuts,
@@ -148,7 +148,7 @@ class RowIndependenceCheck:
         return wide + ([torch.float32] if self._parts.precision.is_rounded else [])
 
     def _is_costly(self) -> bool:
-        is_slow = 6 * self._flops > FP64_FLOPS
+        is_slow = 6 * self._flops > COSTLY_FLOPS
         return is_slow or is_large(self._parts.strategy.tensors.structure)
 
     @contextmanager

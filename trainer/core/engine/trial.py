@@ -149,7 +149,7 @@ class Trial(TaskRun):
 class Inspection:
     """Looks at a run beside its steps. This one looks at nothing: no checks are installed."""
 
-    is_due = False  # in this step, also for an update that was seen
+    is_due = False  # in this step updates are looked at again
     due: frozenset[int] = frozenset()  # 0-based steps for which `begin_step` is called
 
     def begin(self, batches: Any, say: Callable[[str], None]) -> None:

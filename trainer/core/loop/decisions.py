@@ -221,7 +221,10 @@ class Decisions:
             self.agree_on_stop()
 
     def _judge_skipped(self, step: int) -> None:
-        """Apply `run.on_bad_step` to a non-finite step, which changed nothing."""
+        """Apply `run.on_bad_step` to a non-finite step, which changed nothing.
+
+        With a loss scale, which is still being searched, a few in a row are skipped.
+        """
         actions = self._actions
         policy = self._parts.config.run.on_bad_step
         precision = self._parts.precision

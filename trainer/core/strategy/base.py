@@ -210,7 +210,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
-        """Run one micro-batch dry and wrap the model for training; its weights do not change."""
+        """Run one micro-batch dry and wrap the model for training.
+
+        The weights stay as they are, but where ranks have copies all get those of rank 0.
+        """
 
     @abstractmethod
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
