@@ -416,8 +416,8 @@ CHECKS = [
     ),
     _agreement(
         "large-rows",
-        "if 2 * LEAST * flops >= FP64_FLOPS:",
-        "if LEAST * flops >= FP64_FLOPS:",
+        "if 2 * LEAST * flops >= COSTLY_FLOPS:",
+        "if LEAST * flops >= COSTLY_FLOPS:",
         "the start of a middle-sized model takes twice as long, or tries other rows",
     ),
     _agreement(

@@ -161,7 +161,7 @@ def session(store, root, steps, keep, published=lambda step: None, begins=None):
         path = save(root / "checkpoints", step)
         best = {min((s for s in SCORES if s <= step), key=SCORES.get)} if keep.keep_best else set()
         there.read()
-        assert there.lacks(step, path, best)
+        assert there.should_copy(step, path, best)
         (root / "metrics.jsonl").write_text(f"{step}\n")
         there.put_record(root)
         there.put_checkpoint(step, path)
@@ -277,7 +277,7 @@ def test_step_that_the_run_calls_best_is_there_besides_the_best_by_its_metric(al
         paths = {step: save(tmp_path / "here", step) for step in (10, 20, 30, 50, 60)}
         own = writer_of(store, 0, told, best=1)
         for step in (60, 50, 30, 20, 10):  # as a mirror does that has failed for a while
-            if own.lacks(step, paths[step], also):
+            if own.should_copy(step, paths[step], also):
                 own.put_checkpoint(step, paths[step])
                 own.prune(also)
         found = store.whole()
@@ -394,7 +394,7 @@ def test_step_that_is_damaged_in_a_bucket_is_published_anew(name, how, tmp_path)
         else:
             broken.write_bytes(broken.read_bytes()[:9] if how == "cut" else b" " * 2**27)
         second = writer_of(store, 20, told)
-        before = [second.newest, second.lacks(20, paths[20], frozenset())]
+        before = [second.newest, second.should_copy(20, paths[20], frozenset())]
         second.put_checkpoint(20, paths[20])
         return [before, [second.newest, store.whole()]]
 
@@ -412,7 +412,7 @@ def test_step_that_its_writer_finds_damaged_in_a_bucket_is_published_anew(tmp_pa
         (store.place / "000001/checkpoints/step-00000010/training.pt").unlink()
         (store.place / "000001/checkpoints/step-00000010/manifest.json").write_text("{}")
         first.read(again=True)
-        found = [first.newest, first.lacks(10, path, frozenset())]
+        found = [first.newest, first.should_copy(10, path, frozenset())]
         first.put_checkpoint(10, path)
         return [*found, store.whole()]
 
@@ -429,7 +429,7 @@ def test_step_that_is_damaged_on_the_disk_is_not_copied_over_a_good_one(tmp_path
         (path / "training.pt").write_bytes((path / "training.pt").read_bytes().swapcase())
         found = []
         for _ in range(2):
-            found.append(first.lacks(20, path, frozenset()))
+            found.append(first.should_copy(20, path, frozenset()))
             first.put_checkpoint(20, path)
         first.prune(frozenset())
         return [*found, first.newest, store.whole(), store.folders()]

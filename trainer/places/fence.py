@@ -50,7 +50,7 @@ class Fence:
         self._is_closed = threading.Event()
         held = read_listing(bucket)
         if held.writers:
-            self._await_end(held.fence)
+            self._wait_for_expiry(held.fence)
         self.number = held.next_fence
         self.folder = f"{self.number:06d}"
         before = {name: held.facts[name] for name in OF_LAUNCH if name in held.facts}
@@ -108,7 +108,7 @@ class Fence:
         facts = {**self._facts, "beat": self._beats, "writers": writers, "released": is_released}
         return json.dumps(facts).encode()
 
-    def _await_end(self, fence: int) -> None:
+    def _wait_for_expiry(self, fence: int) -> None:
         """Return once the last writer has ended. Raises ConfigError if it has not."""
         name = f"{fence:06d}/{LEASE}"
         facts = read_lease(self.bucket, name)

@@ -133,7 +133,7 @@ class Mirrored:
             self._may_remove = False
             self._tell(f"{error}; so old checkpoints stay there")
 
-    def lacks(self, step: int, path: Path, also: Set[int | None]) -> bool:
+    def should_copy(self, step: int, path: Path, also: Set[int | None]) -> bool:
         """Return True if a checkpoint is not there, and would be kept."""
         if step in self._places or step in self._unfit:
             return False
@@ -371,7 +371,7 @@ class BucketMirror(Mirror):
         """Return the newest checkpoint that is to be there, and is not."""
         for step, path in reversed(transaction.steps(self._root).items()):
             with suppress(CheckpointError):  # it is damaged, or gone
-                if step not in passed and self._there.lacks(step, path, self._best):
+                if step not in passed and self._there.should_copy(step, path, self._best):
                     return path
         return None
 

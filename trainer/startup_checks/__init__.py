@@ -34,7 +34,7 @@ from trainer.startup_checks.rank_agreement import (
     explain_weights,
     find_first,
     find_place,
-    gather_unequal,
+    gather_if_ranks_differ,
 )
 from trainer.startup_checks.row_independence import RowIndependenceCheck
 from trainer.startup_checks.snapshots import (
@@ -248,7 +248,7 @@ class StartupChecks(Inspection):
         own = replace(result, line=rows.reading or result.line)
         group = self._parts.ranks.group
         details = [rows.reading, digests]
-        every = gather_unequal(group, own, lambda: details, digests, len(rows.indices))
+        every = gather_if_ranks_differ(group, own, lambda: details, digests, len(rows.indices))
         if not every:
             return result
         if reading := next((details[0] for _, details in every if details[0]), ""):

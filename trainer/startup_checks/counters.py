@@ -61,24 +61,24 @@ class Counters:
         if not passes.keeps_buffers:
             first |= dict(self._module.named_buffers())
             second |= passes.whole.buffers
-        if not (by := _list_steps(first, second)):
+        if not (by := _list_increments(first, second)):
             return Found()
         with sandbox(keep_attributes(self._module, self._task)):
             return self._try_ahead(passes, second, by)
 
     def have_advanced(self) -> bool:
-        return bool(_list_steps(self._before, self._read()))
+        return bool(_list_increments(self._before, self._read()))
 
     def _try_ahead(self, passes: CounterPasses, second: Numbers, by: Numbers) -> Found:
         """Run passes with the counters that a first pass advanced `by` steps at other numbers."""
         try:
             third = self._pass_from(second, by, passes.run)
-            by = _still(by, second, third)
+            by = _increments_in_both(by, second, third)
             for factor in FACTORS if by else ():
                 with self._ahead(third, by, factor):
                     mismatch = compare(passes.whole, passes.run(), passes.limit)
                 if mismatch is not None and mismatch.kind in RESULT_KINDS:
-                    fewer = _list_steps(second, self._pass_from(second, by, passes.run_few))
+                    fewer = _list_increments(second, self._pass_from(second, by, passes.run_few))
                     return Found([*by], all(_is_same(fewer.get(name), by[name]) for name in by))
         except Exception:  # such as a counter that is the index of a table
             return Found()
@@ -89,11 +89,11 @@ class Counters:
         first = self._read()
         yield run()
         second = self._read()
-        if not (by := _list_steps(first, second)):
+        if not (by := _list_increments(first, second)):
             return
         run()
         third = self._read()
-        by = _still(by, second, third)
+        by = _increments_in_both(by, second, third)
         for factor in FACTORS if by else ():
             with self._ahead(third, by, factor):
                 result = run()
@@ -146,7 +146,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _list_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> Numbers:
+def _list_increments(first: Mapping[str, Any], second: Mapping[str, Any]) -> Numbers:
     """Return the differences of the numbers that have changed."""
     steps = {}
     for name, value in second.items():
@@ -162,9 +162,11 @@ def _list_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> Numbers:
     return steps
 
 
-def _still(by: Numbers, first: Mapping[str, Any], second: Mapping[str, Any]) -> Numbers:
+def _increments_in_both(
+    by: Numbers, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Numbers:
     """Return the steps between two passes of those that changed before, too."""
-    return {name: step for name, step in _list_steps(first, second).items() if name in by}
+    return {name: step for name, step in _list_increments(first, second).items() if name in by}
 
 
 def _is_same(one: Any, other: Any) -> bool:

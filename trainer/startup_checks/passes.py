@@ -115,7 +115,6 @@ class SlicedPasses:
         self.wide = wide
         self.subject = subject
         self.depth: Depth = depth
-        self._types: AbstractContextManager[Any] = nullcontext()
 
     def run(
         self,
@@ -130,7 +129,6 @@ class SlicedPasses:
         `rewinds` takes the place of the subject's. `types` is entered around model and loss. A pass
         leaves attributes as they were, unless it `keeps_state`.
         """
-        self._types = types or nullcontext()
         subject = self.subject
         rewinds = subject.rewinds if rewinds is None else rewinds
         bounds = list(pairwise(cuts))
@@ -150,7 +148,7 @@ class SlicedPasses:
             for batch_number, (first, last) in enumerate(bounds):
                 if batch_number and rewinds:
                     restore_buffers(subject.module, before)
-                passed.append(self._run(first, last, batch_number, leaves, is_traced))
+                passed.append(self._run(first, last, batch_number, leaves, is_traced, types))
             return replace(joined(passed, weights), gradients=self._gradients(leaves))
 
     @contextmanager
@@ -164,7 +162,13 @@ class SlicedPasses:
             yield
 
     def _run(
-        self, first: int, last: int, batch_number: int, leaves: Tensors, is_traced: bool
+        self,
+        first: int,
+        last: int,
+        batch_number: int,
+        leaves: Tensors,
+        is_traced: bool,
+        types: AbstractContextManager[Any] | None,
     ) -> PassResult:
         subject = self.subject
         trace = CallTrace(subject.module, subject.draws, last - first)
@@ -175,7 +179,7 @@ class SlicedPasses:
             of_torch = torch.default_generator.get_state()
             recording = subject.opened.collecting()
             traced = trace if is_traced else nullcontext()
-            with traced, self._autocast(), recording as recorded, self._types:
+            with traced, self._autocast(), recording as recorded, types or nullcontext():
                 outputs = call(subject.module, inputs)
                 returned = trace.of_loss(subject.loss, outputs, targets)
                 total, sums = _sum(returned, targets, outputs, subject.name)

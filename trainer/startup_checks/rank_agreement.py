@@ -42,7 +42,7 @@ class CheckResult:
     rows: int = 0
 
 
-def gather_unequal(
+def gather_if_ranks_differ(
     group: Group,
     result: CheckResult,
     details: Callable[[], Any],

@@ -24,7 +24,7 @@ from trainer.startup_checks.rank_agreement import (
     CheckResult,
     explain_kept,
     find_first,
-    gather_unequal,
+    gather_if_ranks_differ,
 )
 from trainer.startup_checks.snapshots import Snapshot, digest_snapshot, find_unequal
 from trainer.startup_checks.unsaved import FirstValues
@@ -100,18 +100,17 @@ class StepChecks:
             whole = strategy.tensors.whole()
             with whole as module, self._engine.trial(module) as opened:
                 trials = StepTrials(self._parts, self._engine, opened, module, nullcontext)
-                with opened.updating_by(trials.update):
-                    continued = trials.run(batch, batch, step)
-                    limit = ROWS.of(continued.updates[0][0][1].dtype)
+                continued = trials.run(batch, batch, step)
+                limit = ROWS.of(continued.updates[0][0][1].dtype)
 
-                    def differs(some: set[str]) -> bool:
-                        reset = partial(self._first.reset, module, some)
-                        resumed = trials.run(batch, batch, step, change=reset)
-                        return have_other_results(continued, resumed, limit)
+                def differs(some: set[str]) -> bool:
+                    reset = partial(self._first.reset, module, some)
+                    resumed = trials.run(batch, batch, step, change=reset)
+                    return have_other_results(continued, resumed, limit)
 
-                    if not differs(set(names)):
-                        return []
-                    return [name for name in names if differs({name})] or list(names)
+                if not differs(set(names)):
+                    return []
+                return [name for name in names if differs({name})] or list(names)
         except Exception:
             return list(names)
 
@@ -127,19 +126,18 @@ class StepChecks:
         trials = StepTrials(parts, self._engine, trial, module, autocast)
         whole_rows, halves_of_rows, cut_rows = self._list_rows(step, cuts)
         read = self._batches.of_examples
-        with trial.updating_by(trials.update):
-            later = read(*whole_rows)
-            whole = trials.run(later, later, step)
-            ranks = [read(*rows, first=first) for first, rows in enumerate(halves_of_rows)]
-            halves = [trials.run(batch, later, step, whole) for batch in ranks]
-            cut = [trials.run(read(*rows), later, step, whole) for rows in cut_rows]
-            if not whole.updates[0]:
-                return whole, CheckResult()
-            limit = ROWS.of(whole.updates[0][0][1].dtype)
-            if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
-                types = NarrowestDtype()
-                trials.run(later, later, step, types=types)
-                limit = max(limit, types.limit)
+        later = read(*whole_rows)
+        whole = trials.run(later, later, step)
+        ranks = [read(*rows, first=first) for first, rows in enumerate(halves_of_rows)]
+        halves = [trials.run(batch, later, step, whole) for batch in ranks]
+        cut = [trials.run(read(*rows), later, step, whole) for rows in cut_rows]
+        if not whole.updates[0]:
+            return whole, CheckResult()
+        limit = ROWS.of(whole.updates[0][0][1].dtype)
+        if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
+            types = NarrowestDtype()
+            trials.run(later, later, step, types=types)
+            limit = max(limit, types.limit)
         is_narrow = parts.precision.dtype.itemsize < 4 or autocast is not nullcontext
         limit = ROWS.narrower if is_narrow else limit
         of_ranks = explain_trials(whole, halves, limit)
@@ -173,7 +171,9 @@ class StepChecks:
         if trial is not None:
             snapshot = trial.kept
             result = replace(result, digests=digest_trial(trial))
-        every = gather_unequal(self._parts.ranks.group, result, lambda: digest_snapshot(snapshot))
+        every = gather_if_ranks_differ(
+            self._parts.ranks.group, result, lambda: digest_snapshot(snapshot)
+        )
         results = [each for each, _ in every]
         if (first_result := find_first(results)) is not None:
             return first_result

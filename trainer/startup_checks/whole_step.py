@@ -16,6 +16,7 @@ from contextlib import (
     redirect_stdout,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -88,6 +89,19 @@ class StepTrial:
     kept: Snapshot = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TriedStep:
+    """A step of a trial: its `number` from 0, and how its updates are made.
+
+    They end with the `states` of another trial, if given. `types` is entered around model and loss.
+    """
+
+    trial: StepTrial
+    number: int
+    states: Sequence[Tensors] | None
+    types: AbstractContextManager[Any]
+
+
 class StepTrials:
     """Runs trials of `train_step` in the model `module`, which is whole on this rank."""
 
@@ -105,10 +119,6 @@ class StepTrials:
         self._module = module
         self._autocast = autocast
         self._names = parts.strategy.tensors.names()
-        self._trial = StepTrial()
-        self._given: Sequence[Tensors] | None = None
-        self._number = 0  # of the step in a trial
-        self._types: AbstractContextManager[Any] = nullcontext()
 
     def run(
         self,
@@ -124,8 +134,7 @@ class StepTrials:
         With `reference`, the updates of the first step end with the states of that trial. `change`
         is called before the steps, and undone after them. `types` is entered around model and loss.
         """
-        self._types = types or nullcontext()
-        trial = self._trial = StepTrial()
+        trial = StepTrial()
         config, device = self._parts.config, self._parts.strategy.world.device
         with (
             self._sandbox(),
@@ -137,11 +146,12 @@ class StepTrials:
             if change is not None:
                 change()
             for trial_step, batch in enumerate((first, later, later)):
-                self._number = trial_step
+                states = reference.states if reference and not trial_step else None
+                tried = TriedStep(trial, trial_step, states, types or nullcontext())
                 trial.updates.append([])
-                self._given = reference.states if reference and not trial_step else None
                 seed_step(config.run.seed, step, device)
-                with self._opened.collecting() as recorded:
+                update = partial(self._update, tried)
+                with self._opened.updating_by(update), self._opened.collecting() as recorded:
                     self._parts.hooks.train_step(batch)
                 trial.recorded.append(recorded)
                 if not trial_step:
@@ -159,8 +169,9 @@ class StepTrials:
             keep_optimizers(self._engine.optimizers),
         )
 
-    def update(
+    def _update(
         self,
+        tried: TriedStep,
         batch: Any,
         loss: Loss,
         optimizers: Sequence[Optimizer] | None = None,
@@ -180,39 +191,42 @@ class StepTrials:
                     restore_buffers(self._module, before)
                 # a model may change it, and the next trial reads it again
                 own = copied(micro_batch)
-                with self._types:
+                with tried.types:
                     passed.append(run_pass(self._module, own, loss, name, leaves, self._autocast))
         whole = joined(passed, None)
-        self._trial.updates[self._number].append((name, whole))
+        tried.trial.updates[tried.number].append((name, whole))
         chosen = leaves
         if optimizers is not None:
             some = {p for each in optimizers for g in each.param_groups for p in g["params"]}
             names = {self._names[p] for p in some if p in self._names}
             chosen = {n: p for n, p in leaves.items() if n in names}
-        self._step(chosen, whole, before)
+        _step(tried, self._module, chosen, whole, before)
         totals = torch.stack([whole.sums[2], torch.zeros_like(whole.sums[2])])
         return Outcome(((totals, torch.zeros((), device=totals.device)),))
 
-    @torch.no_grad()
-    def _step(self, chosen: Tensors, whole: PassResult, before: Tensors) -> None:
-        """Change the weights a little against their gradients, or to those of a given state."""
-        tensors = {**dict(self._module.named_buffers()), **chosen}
-        if self._given is not None:
-            index = len(self._trial.updates[0]) - 1
-            for name, value in self._given[index].items() if index < len(self._given) else ():
-                if tensors[name].shape == value.shape:
-                    tensors[name].copy_(value)
-            return
-        gradients = {n: g for n in chosen if (g := whole.gradients[n]) is not None}
-        size = sum(float(chosen[n].detach().double().square().sum()) for n in gradients) ** 0.5
-        norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
-        for name, gradient in gradients.items():
-            chosen[name].sub_(gradient, alpha=RATE * size / max(norm, 1e-30))
-        if not self._number:
-            buffer_names = before.keys() & tensors.keys()
-            changed = {n for n in buffer_names if not torch.equal(tensors[n], before[n])}
-            names = {*chosen, *changed}
-            self._trial.states.append({n: tensors[n].detach().clone() for n in names})
+
+@torch.no_grad()
+def _step(
+    tried: TriedStep, module: nn.Module, chosen: Tensors, whole: PassResult, before: Tensors
+) -> None:
+    """Change the weights a little against their gradients, or to those of a given state."""
+    tensors = {**dict(module.named_buffers()), **chosen}
+    if tried.states is not None:
+        index = len(tried.trial.updates[0]) - 1
+        for name, value in tried.states[index].items() if index < len(tried.states) else ():
+            if tensors[name].shape == value.shape:
+                tensors[name].copy_(value)
+        return
+    gradients = {n: g for n in chosen if (g := whole.gradients[n]) is not None}
+    size = sum(float(chosen[n].detach().double().square().sum()) for n in gradients) ** 0.5
+    norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    for name, gradient in gradients.items():
+        chosen[name].sub_(gradient, alpha=RATE * size / max(norm, 1e-30))
+    if not tried.number:
+        buffer_names = before.keys() & tensors.keys()
+        changed = {n for n in buffer_names if not torch.equal(tensors[n], before[n])}
+        names = {*chosen, *changed}
+        tried.trial.states.append({n: tensors[n].detach().clone() for n in names})
 
 
 def explain_trials(whole: StepTrial, parts: Sequence[StepTrial], limit: float) -> str:

@@ -88,7 +88,7 @@ class Checkpointer:
         group = self._ranks.group
         with group.agreed("saving a checkpoint"):
             self._engine.state.check()
-        self._name_lost_state(state.step)
+        self._warn_of_lost_state(state.step)
         training = {**self._engine.state.plain(), "progress": state.saved()}
         shards, left_out = self._engine.state.saved_shards()
         if not self._is_shared:
@@ -110,7 +110,7 @@ class Checkpointer:
                 self._saver.save(staging, snapshot, is_behind)
         return unreadable
 
-    def _name_lost_state(self, step: int) -> None:
+    def _warn_of_lost_state(self, step: int) -> None:
         """Show, once for each, the state that this checkpoint does not hold. A collective."""
         own = [self._engine.inspection.list_changed(), self._engine.state.buffers.reshaped()]
         every = self._ranks.group.gather(own)
