@@ -25,7 +25,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from run_tests import find_part  # noqa: E402
 
 from faults import (  # noqa: E402
-    caches,
     calls,
     damage,
     groups,
@@ -77,7 +76,6 @@ ROWS = {
     "writer": (record.writer, 10, 2),
     "metrics": (record.metrics, 12, 2),
     **shards.ROWS,
-    **caches.ROWS,
     **mirror.ROWS,
     **mirrored_runs.ROWS,
     **resumes.ROWS,
