@@ -26,10 +26,8 @@ from run_tests import find_part  # noqa: E402
 
 from faults import (  # noqa: E402
     calls,
-    damage,
     groups,
     hangs,
-    hostile,
     launches,
     machine,
     meshes,
@@ -51,10 +49,6 @@ ROWS = {
     "parts": (parts.parts, 1000, 40),
     "power": (power.power, 500, 100),
     "weak": (power.weak, 4, 4),
-    "damage": (damage.damage, 500, 100),
-    "hostile": (hostile.hostile, 400, 30),
-    "errors": (calls.fail, 200, 30),
-    "command": (calls.command, 8, 1),
     "ranks": (runs.ranks, 50, 2),
     "doubles": (runs.doubles, 20, 2),
     "nonfinite": (numbers.nonfinite, 30, 1),
