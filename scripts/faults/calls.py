@@ -85,10 +85,8 @@ def _template(base: Path, shape: Shape) -> Path:
 def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
     """Return each system call of one save and prune, as strace counts them."""
     log, step = base / "log", shape.num_older + 1
-    for is_counted in (
-        False,
-        True,
-    ):  # first in this process: imports and caches of a first save are not counted
+    # first in this process: imports and caches of a first save are not counted
+    for is_counted in (False, True):
         root = base / f"counted-{is_counted}"
         shutil.copytree(template, root)
 
