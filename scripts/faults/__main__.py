@@ -68,6 +68,7 @@ ROWS = {
 
 # Rows that take some half a minute or more with --quick: of them --part runs one.
 LONG = (
+    "starts",
     "ranks",
     "requeues",
     "mesh_restarts",
