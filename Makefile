@@ -56,7 +56,7 @@ test-all: setup ## every test, the slow ones too, side by side
 test-core: setup ## the core's tests in a tree without its companions
 	@$(BIN)/python scripts/run_core_tests.py $(ARGS)
 
-faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less
+faults: setup ## kills, power losses, signals, hangs, two writers: every row; ARGS="--quick" for less
 	@$(BIN)/python scripts/faults $(ARGS)
 
 lint: setup ## ruff, as CI and pre-commit run it

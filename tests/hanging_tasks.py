@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from mesh_gpt import Meshed
 from tiny import Items, Tiny
 
 
@@ -32,10 +31,6 @@ class Sticks(Tiny):
         time.sleep((self.options.slow_ms if self.world.rank == self.options.rank else 10) / 1000)
         return super().train_step(batch)
 
-    def loss(self, outputs, targets):
-        self._stick("loss")
-        return super().loss(outputs, targets)
-
     def metrics(self, outputs, targets):
         self._stick("metrics")
         return super().metrics(outputs, targets)
@@ -56,9 +51,6 @@ class Sticks(Tiny):
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "gil":
             sum(range(10**15))  # C code that keeps the GIL, and that no signal ends
-        elif how == "loop":
-            while True:
-                pass
         elif how == "barrier":
             dist.barrier()  # which the others do not call
 
@@ -80,17 +72,3 @@ class Sticking(Items):
         if self.count == self.at:
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().__getitem__(index)
-
-
-class Halting(Meshed):
-    """Task on a mesh whose rank `rank` sleeps before its forward pass at step `at`."""
-
-    @dataclass
-    class Options(Meshed.Options):
-        rank: int = 3
-        at: int = 6
-
-    def augment(self, inputs, targets, random, train):
-        if train and self.step == self.options.at and self.world.rank == self.options.rank:
-            time.sleep(1000)
-        return inputs, targets

@@ -199,24 +199,15 @@ def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]
 
 
 def words_of(
-    task: str,
-    run_dir: Path,
-    *overrides: str,
-    ranks: int = 0,
-    restarts: int = 0,
-    module: str = "trainer",
+    task: str, run_dir: Path, *overrides: str, ranks: int = 0, restarts: int = 0
 ) -> list[str]:
     """Return the command of a run; under torchrun if `ranks` is given."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher = [*torchrun, f"--max_restarts={restarts}"] if ranks else []
-    dirs = [
-        "--config-dir",
-        str(REPOSITORY / "tests/conf"),
-        "--config-dir",
-        str(REPOSITORY / "scripts/faults/conf"),
-    ]
+    folders = [str(REPOSITORY / each) for each in ("tests/conf", "scripts/faults/conf")]
+    dirs = [f"--config-dir={folder}" for folder in folders]
     named = [f"task={task}", f"run.dir={run_dir}", "run.name=run"]
-    return [sys.executable, *launcher, "-m", module, *dirs, *named, *overrides]
+    return [sys.executable, *launcher, "-m", "trainer", *dirs, *named, *overrides]
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, every_s: float = 0.005) -> Any:

@@ -9,18 +9,15 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from harness.internals import checkpoint
-from harness.launch import environment_of_a_command as environment
 
 from faults.common import (
-    REPOSITORY,
     Row,
     errors_in,
     folder,
@@ -30,7 +27,7 @@ from faults.common import (
     words_of,
 )
 from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
-from faults.task import MARKS
+from trainer.base.process.table import is_ending, read_stat, send
 
 STOPPED = 75
 
@@ -65,18 +62,10 @@ class Undisturbed:
         return self.found[key]
 
 
-def is_gone(pid: int) -> bool:
-    """Return True if the process has exited; an orphan that stays a zombie counts as exited."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 def seconds_until_gone(run: Launched, pids: Collection[int], since: float) -> float | str:
     """Return the seconds from `since` until all have exited; at the limit, kill them and return
     the problem."""
-    if wait_for(lambda: all(map(is_gone, pids)), LIMIT_S):
+    if wait_for(lambda: all(map(is_ending, pids)), LIMIT_S):
         return time.monotonic() - since
     run.kill(*pids)
     return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
@@ -126,8 +115,7 @@ def _restart(
     alive = run.ranks()
     if alive:
         rank = chance.choice(sorted(alive))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(alive[rank], signal.SIGKILL)
+        send(alive[rank], signal.SIGKILL)
         hit["rank 0"] += rank == 0
     hit["killed" if alive else "over"] += 1
     hit[phase] += bool(alive)
@@ -224,8 +212,7 @@ class _Signal:
         )
         begun = time.monotonic()
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, self.stop)
+            send(pid, self.stop)
         seconds = seconds_until_gone(run, ranks.values(), begun)
         if isinstance(seconds, str):
             return seconds
@@ -310,121 +297,5 @@ def _catches(pid: int) -> bool:
 
 
 def _age_s(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf(
-            "SC_CLK_TCK"
-        )
-    return 0.0
-
-
-# Requeued jobs ------------------------------------------------------------------------------------
-
-REQUEUES, LENGTH = 5, 120  # requeues and steps of one job
-SIGNAL = ("scancel", "--signal=USR1")
-
-
-def requeues(amount: int, seed: int) -> Row:
-    """Send SLURM's SIGUSR1 at random steps: the job requeues itself, resumes, and ends like an
-    undisturbed job."""
-    row, chance = Row("SLURM job that requeues itself", amount), random_of(seed)
-    return in_slurm(row, lambda cluster, base: _requeue_jobs(cluster, base, row, chance))
-
-
-def in_slurm(row: Row, body: Callable[[Any, Path], None]) -> Row:
-    """Call `body` with a cluster and a folder; without SLURM, the row is skipped."""
-    from harness.slurm import Cluster, unavailable
-
-    row.skipped = unavailable()
-    if row.skipped:
-        return row
-    with folder() as base, contextlib.ExitStack() as stack:
-        try:
-            cluster = stack.enter_context(Cluster(base / "slurm"))
-        except (OSError, AssertionError) as error:
-            row.skipped = f"SLURM could not be started: {str(error).splitlines()[0]}"
-            return row
-        ours = environment()
-        cluster.environment |= {name: ours[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
-        body(cluster, base)
-    return row
-
-
-def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> None:
-    ends, counts = dict[int, Any](), list[str]()
-    while (left := row.asked - row.passed - len(row.failures)) > 0:
-        number, per_node, wanted = len(counts), chance.choice((1, 2)), min(left, REQUEUES)
-        if per_node not in ends:
-            place = base / f"whole-{per_node}"
-            job = _submit(cluster, place, per_node)
-            assert cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S) == "COMPLETED", _said(
-                place, job
-            )
-            (directory,) = (place / "slow").iterdir()
-            ends[per_node] = state_of(directory)
-        place = base / str(number)
-        job = _submit(cluster, place, per_node)
-        at = [
-            6 * n + chance.randrange(3)
-            for n in sorted(chance.sample(range(1, LENGTH // 6 - 1), wanted))
-        ]
-        problem = _ask(cluster, job, place, at, chance) or _judge_job(
-            cluster, job, place, wanted, ends[per_node]
-        )
-        counts.append(f"{2 * per_node} ranks at steps {', '.join(map(str, at))}")
-        for step in at:
-            row.note(f"job {number}, {2 * per_node} ranks, requeue after step {step}", problem)
-    row.detail = "; ".join(counts)
-
-
-def _submit(
-    cluster: Any,
-    place: Path,
-    per_node: int,
-    task: str = "slow",
-    settings: Collection[str] = (f"run.steps={LENGTH}",),
-) -> str:
-    """Submit a job of two nodes with scripts/deploy/slurm.sbatch; its run directory is named by
-    the time."""
-    place.mkdir()
-    words = words_of(task, place, *EVERY, *settings, "run.name=null")[3:]
-    cluster.environment[MARKS] = str(place / "marks")
-    (place / "marks").touch()
-    options = [f"--chdir={place}", "-N2", f"--ntasks-per-node={per_node}", "--cpus-per-task=1"]
-    return cluster.submit(REPOSITORY / "scripts/deploy/slurm.sbatch", *options, "--", *words)
-
-
-def _ask(
-    cluster: Any,
-    job: str,
-    place: Path,
-    at: list[int],
-    chance: random.Random,
-    ways: Sequence[tuple[str, ...]] = (SIGNAL,),
-) -> str | None:
-    for number, step in enumerate(at):
-        marked = lambda step=step: f"step {step}" in (place / "marks").read_text().splitlines()  # noqa: E731
-        if not wait_for(marked, LIMIT_S):
-            return f"attempt {number} did not reach step {step}: {_said(place, job)}"
-        time.sleep(chance.random() * 0.02)
-        cluster.run(*chance.choice(ways), job)
-        if not wait_for(lambda number=number: cluster.requeues(job) > number, 30.0, 0.2):
-            return f"not requeued after step {step}: {_said(place, job)}"
-    return None
-
-
-def _judge_job(cluster: Any, job: str, place: Path, wanted: int, end: Any) -> str | None:
-    state = cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S)
-    places, said = [*place.glob("*/*")], _said(place, job)
-    if state != "COMPLETED" or cluster.requeues(job) != wanted or len(places) != 1:
-        return (
-            f"{state} after {cluster.requeues(job)} requeues, {len(places)} run directories: {said}"
-        )
-    return _judge(places[0], end)
-
-
-def _said(place: Path, job: str) -> str:
-    return " | ".join((place / f"slurm-{job}.out").read_text(errors="replace").splitlines()[-4:])[
-        -500:
-    ]
+    started = int(read_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - started

@@ -1,4 +1,4 @@
-"""Restarts, signals, hangs and SLURM jobs on meshes of four ranks."""
+"""Restarts, signals and hangs on meshes of four ranks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import random
 import re
 import signal
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 from faults.common import Row, folder, random_of
 from faults.hangs import HOW, _Hang
 from faults.launches import (
     LAUNCHERS,
     MOMENTS,
-    SIGNAL,
     TARGETS,
     Undisturbed,
-    _ask,
-    _judge_job,
     _restart,
     _Signal,
-    _submit,
     command,
-    in_slurm,
 )
 from faults.runs import PHASES, STEPS, Launched
 
@@ -37,9 +30,6 @@ MESHES: tuple[Axes, ...] = (
 )
 SIZE, TASK = 4, "spread"
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LENGTH = 40  # steps of a job
-WINDOWS = (range(6, 16), range(22, 34))  # steps at which a job is requeued
-WAYS = (SIGNAL, ("scontrol", "requeue"))
 
 
 def _layout(axes: Axes) -> tuple[str, ...]:
@@ -151,8 +141,12 @@ class _MeshHang(_Hang):
             if self._meets(rank, axis)
             if f"the {axis} group in " in place
         ]
-        # before each pass of an evaluation all ranks agree on errors, in no group of an axis
-        shared += [rank for rank, place in waits.items() if place == "a collective in evaluation"]
+        # torch's FSDP has collectives of its own, and before each pass of an evaluation all ranks
+        # agree on errors, in no group of an axis
+        nameless = {"a collective in evaluation"}
+        if "shard" in self.axes:
+            nameless.add("a collective in forward and backward")
+        shared += [rank for rank, place in waits.items() if place in nameless]
         return None if shared else f"no rank waits in a group of rank {self.rank}: {line}"
 
     def _meets(self, rank: int, axis: str) -> bool:
@@ -165,28 +159,3 @@ def _numbers(text: str) -> list[int]:
     """Return the numbers in a text such as "ranks 0-2, 5"."""
     ranges = [part.partition("-") for part in re.findall(r"\d+(?:-\d+)?", text)]
     return [n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)]
-
-
-def requeues(amount: int, seed: int) -> Row:
-    """Requeue SLURM jobs on a mesh of four ranks on two nodes, by a signal or by SLURM: they end
-    like undisturbed runs."""
-    row, chance = Row("SLURM job on a mesh, requeued", amount), random_of(seed)
-    return in_slurm(row, lambda cluster, base: _requeue_jobs(cluster, base, row, chance))
-
-
-def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> None:
-    undisturbed = Undisturbed(base)
-    told = []
-    for number, (axes, _) in enumerate(_draw(("",), -(-row.asked // len(WINDOWS)), chance)):
-        settings = (f"run.steps={LENGTH}", *_layout(axes))
-        end, _ = undisturbed(TASK, SIZE, *settings)
-        place = base / str(number)
-        job = _submit(cluster, place, SIZE // 2, TASK, settings)
-        windows = WINDOWS[: row.asked - len(WINDOWS) * number]
-        at = [chance.choice(window) for window in windows]
-        problem = _ask(cluster, job, place, at, chance, WAYS)
-        problem = problem or _judge_job(cluster, job, place, len(at), end)
-        told.append(f"{_name(axes)} at steps {', '.join(map(str, at))}")
-        for step in at:
-            row.note(f"{_name(axes)}, requeue after step {step}", problem)
-    row.detail = "; ".join(told)

@@ -349,25 +349,4 @@ def zombies(amount: int, seed: int) -> Row:
     return row
 
 
-def stores(amount: int, seed: int) -> Row:
-    """A store that refuses, cuts, loses answers or is slow at random: all comes over."""
-    row = Row("a store that fails at random", amount)
-    chance = random_of(seed)
-    with served() as proxy, folder() as place:
-        for number in range(amount):
-            draw = faults_of(chance)
-            proxy.begin(lambda number, method, path: draw())  # noqa: B023
-            session = Session(f"s3://data/store-{number}", place / str(number), (1, 2, 3))
-            problem = None
-            try:
-                in_child(session.run)
-                proxy.begin(lambda number, method, path: "")
-                found = in_child(lambda: _newest(session.address, place))  # noqa: B023
-                problem = None if found == [3, 3] else f"{found} are there, not step 3 alone"
-            except Exception as error:
-                problem = str(error)[-600:]
-            row.note(f"case {number}", problem)
-    return row
-
-
-ROWS = {"mirror": (mirror, 500, 4), "zombies": (zombies, 100, 2), "stores": (stores, 50, 2)}
+ROWS = {"mirror": (mirror, 500, 4), "zombies": (zombies, 100, 2)}

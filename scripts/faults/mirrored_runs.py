@@ -24,6 +24,7 @@ from faults.common import Row, difference, folder, random_of, state_of, wait_for
 from faults.mirror import in_child, served
 from faults.runs import Launched
 from trainer.base.errors import CheckpointError, ConfigError
+from trainer.base.process.table import read_stat, send
 from trainer.core.checkpoints import transaction
 from trainer.core.config.copies import copy_of
 
@@ -168,16 +169,12 @@ class Supervised:
         ranks = self.ranks()
         if not ranks:
             return False
-        parent = 0
-        with contextlib.suppress(OSError, IndexError):
-            words = Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()
-            parent = int(words[1])
+        parent = int(read_stat(ranks[0])[1])
         if self._size > 1 and parent > 1:
             os.kill(parent, signal.SIGSTOP)
         try:
             for pid in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
             time.sleep(SETTLED_S)
             while_stopped()
         finally:

@@ -89,7 +89,7 @@ def _points(base: Path, shape: Shape) -> Iterator[Point]:
             save = Save(shape, base / f"counted-{rank}-{again}")
             assert save.run(rank, [], str(log)) == (0, "")
             shutil.rmtree(save.root)
-            counted.append([(call, at) for call, at, _ in calls_in(log.read_text())])
+            counted.append([*calls_in(log.read_text())])
         for call, at in counted[0]:
             if (call, at) in counted[1]:
                 yield Point(shape, rank, call, at)

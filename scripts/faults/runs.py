@@ -1,29 +1,25 @@
-"""Whole runs: ranks that are killed and runs that are started again, and two writers of one run."""
+"""Whole runs: ranks that are killed and runs that are started again."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
-import json
 import os
 import random
 import signal
 import subprocess
-import termios
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness.internals import checkpoint
 from harness.launch import environment_of_a_command as environment
+from harness.launch import ranks_of
 from harness.verbs import audit
 
 from faults.common import (
     Row,
     difference,
-    errors_in,
     folder,
     random_of,
     state_of,
@@ -31,6 +27,7 @@ from faults.common import (
     words_of,
 )
 from faults.task import MARKS
+from trainer.base.process.table import send
 
 PHASES = ("start-up", "first step", "mid step", "evaluation", "during save", "at the end")
 LAYOUTS = {
@@ -54,25 +51,15 @@ LIMIT_S = 120.0
 class Launched:
     """A run in a process or under a launcher; its output goes to a file."""
 
-    def __init__(
-        self, words: list[str], place: Path, name: str, terminal: int | None = None, **more: str
-    ):
-        """Start it on `terminal`, if one is given; `more` are environment variables."""
+    def __init__(self, words: list[str], place: Path, name: str, **more: str):
+        """Start it; `more` are environment variables."""
         place.mkdir(parents=True, exist_ok=True)
         self.marks, self.log = place / f"{name}.marks", place / f"{name}.log"
         self.marks.touch()
         told = environment(**{MARKS: str(self.marks), **more})
         with open(self.log, "wb") as log:
-            shown = log if terminal is None else terminal
             self.process = subprocess.Popen(
-                words,
-                cwd=place,
-                env=told,
-                stdin=subprocess.DEVNULL,
-                stdout=shown,
-                stderr=shown,
-                start_new_session=terminal is not None,
-                preexec_fn=None if terminal is None else lambda: _take(terminal),
+                words, cwd=place, env=told, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def is_over(self) -> bool:
@@ -88,35 +75,18 @@ class Launched:
 
     def kill(self, *others: int) -> None:
         for pid in (*self.ranks().values(), self.process.pid, *others):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         self.process.wait()
 
     def ranks(self) -> dict[int, int]:
-        """Return rank to process id of the launcher's living children; those of launch=spawn are
-        numbered in their order."""
-        found: dict[int, int] = {}
-        pid = self.process.pid
-        with contextlib.suppress(OSError):
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            for child in children:
-                told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                found |= {int(word[5:]): int(child) for word in told if word.startswith(b"RANK=")}
-                if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found[len(found)] = int(child)
-        return found
+        """Return rank to process id of the launcher's living children."""
+        return ranks_of(self.process)
 
     def has_marked(self, text: str) -> bool:
         return any(line.startswith(text) for line in self.marks.read_text().splitlines())
 
     def tail(self) -> str:
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-4:])[-500:]
-
-
-def _take(terminal: int) -> None:
-    """Make it the controlling terminal of this session: when it closes, the kernel sends SIGHUP."""
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent may ignore it
 
 
 def _saving(directory: Path) -> bool:
@@ -200,8 +170,7 @@ def _kill_one(
     hit["killed" if alive else "over"] += 1
     hit[phase] += bool(alive)
     if alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(alive[chance.choice(sorted(alive))], signal.SIGKILL)
+        send(alive[chance.choice(sorted(alive))], signal.SIGKILL)
     if run.end() is None:
         return f"torchrun did not end within {LIMIT_S:.0f} s: {run.tail()}"
     again = Launched(words, place, "again")
@@ -233,120 +202,3 @@ def _twice(directory: Path) -> str | None:
         if len(steps) != len(set(steps)):
             return f"TensorBoard has a step of {tag} twice: {steps}"
     return None
-
-
-# Two writers --------------------------------------------------------------------------------------
-
-ALONE = (
-    "checkpoint.every_steps=3",
-    "checkpoint.every_epochs=null",
-    "checkpoint.keep_last=100",
-    "run.resume=auto",
-)
-
-
-def doubles(amount: int, seed: int) -> Row:
-    """Check that a second start is refused, and that a writer frozen in a save that wakes after
-    another took over publishes nothing."""
-    row, chance, hit = Row("second start or woken writer", amount), random_of(seed), Counter[str]()
-    with folder() as base:
-        whole = Launched(
-            words_of("slow", base / "whole", f"run.steps={STEPS}", *ALONE), base / "whole", "whole"
-        )
-        assert whole.end() == 0, whole.tail()
-        undisturbed = state_of(base / "whole/slow/run")
-        for number in range(amount):
-            place = base / str(number)
-            if number % 4 == 0:
-                row.note(f"second start {number}", _start_twice(place, chance, hit))
-            else:
-                row.note(
-                    f"woken writer {number}",
-                    _wake(place, undisturbed, chance, number % 2 == 0, hit),
-                )
-    row.detail = ", ".join(f"{name} {count}" for name, count in sorted(hit.items()))
-    return row
-
-
-def _start_twice(place: Path, chance: random.Random, hit: Counter[str]) -> str | None:
-    words = words_of("slow", place, "run.steps=100000", *ALONE)
-    first = Launched(words, place, "first")
-    try:
-        if not wait_for(lambda: first.has_marked("step 2"), LIMIT_S):
-            return f"the first did not start: {first.tail()}"
-        time.sleep(chance.random() * 0.3)
-        second = subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
-        )
-        hit["second start refused"] += second.returncode == 2
-        wanted = f": process {first.process.pid} on {os.uname().nodename} writes there"
-        if (
-            second.returncode != 2
-            or len(second.stderr.splitlines()) != 1
-            or wanted not in second.stderr
-        ):
-            return f"exit code {second.returncode}: {second.stderr.strip()[-300:]}"
-        return None if first.process.poll() is None else f"the first ended: {first.tail()}"
-    finally:
-        first.process.kill()
-        first.process.wait()
-
-
-def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> int | None:
-    """Stop the process while a staging directory exists, after the first checkpoint; return the
-    newest published step."""
-    for _ in range(60):
-        if not wait_for(lambda: _saving(directory) or run.is_over(), LIMIT_S, 0.0002):
-            return None
-        time.sleep(chance.random() * 0.004)
-        if run.is_over():
-            return None
-        run.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.02)
-        published = [path.name for path in (directory / "checkpoints").glob("step-*")]
-        if published and _saving(directory):
-            return max(int(name[5:]) for name in published)
-        run.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: not _saving(directory), 5.0, 0.001)
-    return None
-
-
-def _wake(
-    place: Path, undisturbed: Any, chance: random.Random, is_over: bool, hit: Counter[str]
-) -> str | None:
-    """Freeze a writer in a save and wake it after its successor has ended (`is_over`), or while
-    the successor runs."""
-    words, directory = words_of("slow", place, f"run.steps={STEPS}", *ALONE), place / "slow/run"
-    old = Launched(words_of("slow", place, "run.steps=100000", *ALONE), place, "old")
-    try:
-        step = _freeze_in_save(old, directory, chance)
-        if step is None or step >= STEPS - 6:
-            return f"could not be frozen in a save in time (step {step}): {old.tail()}"
-        (directory / ".writer").unlink()
-        new = Launched(words, place, "new")
-        if not wait_for(lambda: new.has_marked(f"step {step + 4}"), LIMIT_S):
-            return f"the successor did not resume: {new.tail()}"
-        time.sleep(chance.random() * 0.2)
-        codes = [new.end()] if is_over else []
-        old.process.send_signal(signal.SIGCONT)
-        codes = [old.end(), *(codes or [new.end()])]
-        hit["woken after the end" if is_over else "woken during the run"] += 1
-    finally:
-        old.process.kill()
-        old.process.wait()
-    if codes[0] in (0, None) or codes[1] != 0 or len(errors_in(old.log.read_text())) != 1:
-        return f"exit codes {codes}: {old.tail()} | {new.tail()}"
-    return _judge_successor(directory, step, undisturbed)
-
-
-def _judge_successor(directory: Path, step: int, undisturbed: Any) -> str | None:
-    """Return a problem unless each checkpoint after `step` is of the second session and the run
-    equals an undisturbed one."""
-    for other, path in checkpoint.steps(directory / "checkpoints").items():
-        sessions = len(checkpoint.load(path).manifest["sessions"])
-        if sessions != 1 + (other > step):
-            return f"step {other} was published by the old process"
-    if problem := difference(state_of(directory), undisturbed):
-        return problem
-    told = json.loads((directory / "exit.json").read_text())
-    return f"the old process wrote exit.json over its successor's: {told}" if told["code"] else None

@@ -1,24 +1,16 @@
-"""The tests' tasks, slowed down: they mark their progress, and may have a non-finite example or
-hang."""
+"""The tests' tasks, slowed down: they mark their progress, and may hang."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
-import sys
 import time
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from mesh_gpt import Meshed
-from tiny import Items, Tiny, points
+from tiny import Items, Tiny
 from torch.utils.data import get_worker_info
-
-from trainer import ResidentDataset
 
 MARKS = "FAULTS_MARKS"  # names a file to which rank 0 adds a line at each step and evaluation
 
@@ -40,27 +32,13 @@ class Slow(Marking, Tiny):
     @dataclass
     class Options(Tiny.Options):
         pause_s: float
-        poison: int | None
-        build: str
         build_s: float
 
     def build_dataset(self, split):
         if split == "train":
-            self._build()
-        inputs, targets = points(self.options.examples, split)
-        if split == "train" and self.options.poison is not None:
-            inputs[self.options.poison] = float("nan")
-        return ResidentDataset(inputs, targets)
-
-    def _build(self) -> None:
-        """Build for `build_s` seconds, busy or asleep, or change the working directory."""
-        self._mark("building")
-        how, end = self.options.build, time.monotonic() + self.options.build_s
-        if how == "elsewhere":
-            os.chdir("/")
-        while time.monotonic() < end:
-            if how != "busy":
-                time.sleep(0.01)
+            self._mark("building")
+            time.sleep(self.options.build_s)
+        return super().build_dataset(split)
 
     def train_step(self, batch):
         self._mark(f"step {self.step + 1}")
@@ -74,44 +52,9 @@ class Slow(Marking, Tiny):
         return {"accuracy": (outputs.argmax(1) == targets).double()}
 
 
-class Talking(Slow):
-    """Task that prints, warns and logs what many streams cannot take."""
-
-    def loss(self, outputs, targets):
-        for stream in (sys.stdout, sys.stderr):
-            print("\N{GREEK SMALL LETTER ALPHA} " * 1000, file=stream, flush=True)
-        warnings.warn("\N{SNOWMAN}", stacklevel=1)
-        logging.warning("\N{SNOWMAN}")
-        return super().loss(outputs, targets)
-
-
-class Growing(Slow):
-    """Task whose data has another length once the file `grown` exists where it was started."""
-
-    def build_dataset(self, split):
-        self._build()
-        is_train = split == "train"
-        return GrowingItems(split, Path("grown").absolute() if is_train else None)
-
-
-class GrowingItems(Items):
-    def __init__(self, split: str, sign: Path | None):
-        super().__init__(split)
-        self.sign = sign
-
-    def __len__(self):
-        return super().__len__() + 22 * (self.sign is not None and self.sign.exists())
-
-    def __getitem__(self, index):
-        return super().__getitem__(index % super().__len__())
-
-
 class Stuck(Slow):
     """Task whose rank `rank` hangs at step `at`, in `where` (step, metrics, worker), but not after
-    a restart.
-
-    A step of that rank takes `slow_s` longer.
-    """
+    a restart."""
 
     @dataclass
     class Options(Slow.Options):
@@ -119,7 +62,6 @@ class Stuck(Slow):
         where: str
         rank: int
         at: int
-        slow_s: float
 
     def build_dataset(self, split):
         if self.options.where != "worker":
@@ -129,8 +71,6 @@ class Stuck(Slow):
         return Stopping(split, self.options.at * share + 1 if is_meant else 0)
 
     def train_step(self, batch):
-        if self.world.rank == self.options.rank:
-            time.sleep(self.options.slow_s)
         if self.step == self.options.at and self._is_meant("step"):
             stand_still(self.options.how, os.getpid())
         return super().train_step(batch)
@@ -194,7 +134,3 @@ def mark(text: str) -> None:
     if path := os.environ.get(MARKS):
         with open(path, "a", encoding="utf-8") as file:
             file.write(text + "\n")
-
-
-def is_finite(model: torch.nn.Module) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())

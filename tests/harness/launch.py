@@ -113,12 +113,16 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Return rank to process id of the launcher's children."""
-    found = {}
+    """Return rank to process id of the launcher's children; those of launch=spawn are numbered in
+    their order."""
+    found: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for child in children_of(process.pid):
             told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
             found |= {int(word[5:]): child for word in told if word.startswith(b"RANK=")}
+            # its other child is Python's resource tracker
+            if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found[len(found)] = child
     return found
 
 

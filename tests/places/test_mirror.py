@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.common import Shape
+from faults.mirror import FAULTS
 from harness import CONF, check_equal_bits, check_parity, fit_on, on_ranks, wait_for
 from harness.azure import serving_azure
 from harness.fences import open_fence
@@ -511,8 +512,9 @@ def test_run_goes_on_from_azure_and_is_read_there(tmp_path, monkeypatch, command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["503", "cut", "lost", "slow"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_store_that_fails_now_and_then_gets_everything(fault, tmp_path, s3, monkeypatch):
+    monkeypatch.setattr(bucket, "REQUEST_S", 1.0)
     address = f"s3://data/{fault}"
     (tmp_path / "run").mkdir()
     for step in (1, 2, 3):

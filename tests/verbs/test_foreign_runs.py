@@ -4,6 +4,7 @@ hang, crash or write."""
 import importlib
 import io
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from harness import CONF, on_ranks, within
+from harness import CONF, hostile_runs, on_ranks, within
 from harness.launch import environment_of_a_command
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -24,17 +25,14 @@ from trainer.core.config.compose import load_run_config
 from trainer.core.config.saved_config import CONFIG, format_config, read_config
 from trainer.core.config.working_folder import read_settings
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from faults import hostile
-
-RUN = hostile.RUN
+RUN = hostile_runs.RUN
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return a folder with a run, and modules that leave a file when they are imported."""
     base = tmp_path_factory.mktemp("foreign")
-    hostile.make_run(base)
+    hostile_runs.make_run(base)
     return base
 
 
@@ -68,7 +66,7 @@ WITHOUT_FOLDER = {
 
 def test_code_that_only_a_saved_configuration_names_is_not_imported(base, command):
     change(base / RUN, "tiny.Tiny", "canary.Task")
-    before = hostile.snapshot(base)
+    before = hostile_runs.snapshot(base)
     for verb, words in WITHOUT_FOLDER.items():
         done = command(*words, f"--config-dir={CONF}", verb=f"trainer.{verb.split()[0]}")
         assert (done.returncode, done.stdout) == (2, ""), verb
@@ -77,7 +75,7 @@ def test_code_that_only_a_saved_configuration_names_is_not_imported(base, comman
             "whose code would be run; give task.trainer=canary.Task if you trust it, or "
             "packages: [canary] in lockstep.yaml\n"
         ), verb
-    assert hostile.snapshot(base) == before
+    assert hostile_runs.snapshot(base) == before
 
 
 @pytest.mark.parametrize("target", ["canary.Task", "runs.tiny.a.canary.Task", "os.path.Task"])
@@ -301,8 +299,8 @@ def test_a_users_yaml_that_cannot_be_composed_is_one_line(text, tmp_path):
 
 
 BOMBS = [
-    hostile.BOMB,
-    hostile.BOMB.replace("[", "{<<: [").replace("]", "]}").replace("x", "{x: 1}"),
+    hostile_runs.BOMB,
+    hostile_runs.BOMB.replace("[", "{<<: [").replace("]", "]}").replace("x", "{x: 1}"),
 ]
 
 
@@ -316,7 +314,7 @@ def test_yaml_of_the_working_folder_is_read_within_limits(text, tmp_path):
 def test_aliases_of_a_users_file_are_limited_too(command, tmp_path):
     (tmp_path / "conf/task").mkdir(parents=True)
     text = (Path(CONF) / "task/tiny.yaml").read_text()
-    (tmp_path / "conf/task/mine.yaml").write_text(f"{text}\n{hostile.BOMB}")
+    (tmp_path / "conf/task/mine.yaml").write_text(f"{text}\n{hostile_runs.BOMB}")
     for words in (["task=mine"], ["task=mine", "--cfg", "job"]):
         done = command("--config-dir=conf", *words)
         line = f"error: {tmp_path}/conf/task/mine.yaml: it has more than 20,000 values\n"
@@ -340,7 +338,7 @@ def call_verb(name):
     try:
         with redirect_stdout(out), within(20):
             if name in QUICK:
-                code = importlib.import_module(QUICK[name]).main(hostile.VERBS[name])
+                code = importlib.import_module(QUICK[name]).main(hostile_runs.VERBS[name])
             else:
                 load_run_config(RUN, [], [CONF])
     except (ConfigError, RunError) as error:
@@ -357,11 +355,11 @@ def check_any_damage(base, original):
         for place in (RUN, "out"):
             shutil.rmtree(base / place)
             shutil.copytree(original / place, base / place)
-        note(f"{name} after {hostile.damage(base / RUN, chance)}")
-        before = hostile.snapshot(base / RUN)
+        note(f"{name} after {hostile_runs.damage(base / RUN, chance)}")
+        before = hostile_runs.snapshot(base / RUN)
         code, out, err = call_verb(name)
-        assert hostile.judge(base, code, out, err, 0.0) is None
-        assert hostile.snapshot(base / RUN) == before
+        assert hostile_runs.judge(base, code, out, err, 0.0) is None
+        assert hostile_runs.snapshot(base / RUN) == before
 
     set_hypothesis_home_dir(original.parent / "hypothesis")
     check()
@@ -369,3 +367,18 @@ def check_any_damage(base, original):
 
 def test_no_damage_makes_a_verb_hang_crash_write_or_import(base, trained):
     on_ranks(1, check_any_damage, base, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hostile_runs.VERBS)
+def test_no_damage_makes_a_whole_command_hang_crash_write_or_import(name, trained, tmp_path):
+    chance = random.Random(name)
+    for number in range(10):
+        base = tmp_path / str(number)
+        shutil.copytree(trained, base)
+        words = hostile_runs.damage(base / RUN, chance)
+        assert hostile_runs.problem_of_a_verb(base, name) is None, (number, words)
+
+
+def test_each_verb_that_reads_a_run_is_attacked():
+    assert {"show", "use"} <= {name.partition(" ")[0] for name in hostile_runs.VERBS}

@@ -432,7 +432,7 @@ def with_file(name, **entry):
 MANIFESTS = {
     **{
         f"name {n!r}": with_file(n)
-        for n in ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a\nb", "\x1b[31m"]
+        for n in ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a\nb", "\x1b[31m", "\ud800"]
     },
     **{
         f"{n} bytes": with_file(SHARDS, bytes=n)

@@ -6,14 +6,13 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_but, wait_for
+from harness.disks import small_disk
 from harness.internals import checkpoint
 from harness.stored import check_same_bits, content_of, save
 
@@ -301,18 +300,6 @@ def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, mo
 
 
 # Disks that fail ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, kilobytes: int):
-    folder.mkdir()
-    options = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(options, capture_output=True).returncode != 0:
-        pytest.skip("needs root and tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def ends_in(error, folder, *overrides):

@@ -339,8 +339,11 @@ def test_task_that_changes_the_working_directory_leaves_its_run_where_it_was_ask
     monkeypatch.chdir(tmp_path)
     config = compose(tmp_path, "task=tiny", "run.steps=5")
     config = replace(config, run=replace(config.run, dir="runs"), folder=str(tmp_path))
-    on_ranks(1, lambda: Wanders(config).fit() and None)
+    on_ranks(2, lambda: Wanders(config).fit() and None)
     assert (tmp_path / "runs/tiny/run/checkpoints/step-00000005").is_dir()
+    longer = replace(config, run=replace(config.run, steps=8, resume="auto"))
+    on_ranks(2, lambda: Wanders(longer).fit() and None)
+    assert newest(tmp_path / "runs/tiny/run").manifest["sessions"] == [[0, 2], [5, 2]]
 
 
 class MeetsASecond(Tiny):

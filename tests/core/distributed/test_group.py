@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import CONF, TORCHRUN, Beside, Command, ended, free_port, launch, on_ranks
+from harness import CONF, TORCHRUN, Beside, Command, ended, free_port, launch, on_ranks, wait_for
 
 from trainer import ConfigError, World, load_config
 from trainer.core.distributed.group import process_group
@@ -71,6 +71,27 @@ def test_file_that_an_earlier_run_left_is_used_again(age_s, command, tmp_path):
     for code, out, err in by_hand(command, *method("file", tmp_path)):
         assert code == 0, out + err
     assert not left.exists()
+
+
+@pytest.mark.slow
+def test_file_of_a_killed_run_is_used_again(command, tmp_path):
+    words = method("file", tmp_path)
+    places = [{"RANK": rank, "WORLD_SIZE": "2"} for rank in "01"]
+    long = [*TINY[:3], *words, "run.steps=1000000", "checkpoint.every_steps=5"]
+    before = [command.start(*long, environment=each) for each in places]
+    wait_for(lambda: [*tmp_path.glob("runs/tiny/*/checkpoints/step-*")])
+    for rank in before:
+        rank.kill()
+    assert (tmp_path / "meet").exists()
+    for code, out, err in by_hand(command, *words):
+        assert code == 0, out + err
+
+
+def test_host_that_is_not_known_is_one_line_on_every_rank(command):
+    address = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}
+    for code, _, err in by_hand(command, "dist.timeout_s=0.7", **address):
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == 2 and "no-such-host.invalid:29500" in line, err
 
 
 def test_file_of_something_else_is_refused(command, tmp_path):

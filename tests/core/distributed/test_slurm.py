@@ -1,20 +1,15 @@
-"""Runs under a real SLURM of two nodes (tests/harness/slurm.py)."""
+"""Runs under a real SLURM of two nodes (tests/harness/slurm.py); `scripts/faults --only requeues`
+requeues them."""
 
-import contextlib
-import io
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from harness import CONF, PATHS, newest, slurm, wait_for
-from harness.launch import SCRIPTS
-from harness.verbs import audit
+from harness import CONF, PATHS, newest, slurm
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
-SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
-EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
 NAMES = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST")
 SHOW = f"import os; print(*map(os.environ.get, {NAMES}))"  # srun cuts lines at 1024 bytes
 
@@ -105,30 +100,6 @@ def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
     ]
     # a second one is of a rank that SLURM took more than 3 s to end
     assert {*lines} == {"error: optim.lrr is not a setting; did you mean optim.lr?"}, done.stderr
-
-
-@pytest.mark.slow
-def test_job_that_is_asked_to_stop_requeues_itself_and_resumes(cluster, tmp_path):
-    """The test sends the signal immediately that --signal=USR1@120 sends before the time limit."""
-    template = Path(__file__).resolve().parents[3] / "scripts/deploy/slurm.sbatch"
-    words = [*SLOW, "run.steps=60", *EVERY, f"run.dir={tmp_path}"]
-    place = [f"--chdir={tmp_path}", "-N2", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    job = cluster.submit(template, *place, "--", *words)
-    wait_for(lambda: [*tmp_path.glob("slow/*/checkpoints/step-*")])
-    cluster.run("scancel", "--signal=USR1", job)
-    assert cluster.wait(job, {"COMPLETED", "FAILED"}, 90) == "COMPLETED", (
-        tmp_path / f"slurm-{job}.out"
-    ).read_text()
-    said = (tmp_path / f"slurm-{job}.out").read_text()
-    assert (
-        cluster.requeues(job) == 1
-        and f"requeueing SLURM job {job}" in said
-        and "resumed at step" in said
-    )
-    (directory,) = (tmp_path / "slow").iterdir()
-    assert json.loads((directory / "exit.json").read_text())["code"] == 0
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert audit([str(directory)]) == 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 to all."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -15,6 +16,7 @@ from trainer.core.checkpoints.run_directory import BAD_STEP
 from trainer.core.distributed.group import process_group
 from trainer.core.engine.step import Outcome
 from trainer.core.loop.decisions import DeferredOutcomes, StepReport
+from trainer.core.record import fingerprint
 
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
 
@@ -244,6 +246,7 @@ def started_apart(folder, overrides):
     [
         (["optim.lr=0.2"], "optim.lr is 0.3 on rank 0 and 0.2 on rank 1: must be the same"),
         (["run.seed=1"], "run.seed is 0 on rank 0 and 1 on rank 1"),
+        (["data.global_batch=24"], "data.global_batch is 22 on rank 0 and 24 on rank 1"),
         (["run.steps=13"], "run.steps is 12 on rank 0 and 13 on rank 1"),
         (["strategy.precision=fp32"], "strategy.precision is fp64 on rank 0 and fp32 on rank 1"),
         (["task.options.examples=204"], "task.options.examples is 203 on rank 0 and 204 on rank 1"),
@@ -256,17 +259,44 @@ def test_ranks_started_differently_are_refused_by_name(second, line, tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
-def test_ranks_with_another_default_dtype_are_refused_by_name(tmp_path):
+def change_lockstep():
+    fingerprint._package_digest.cache_clear()
+    fingerprint.PACKAGE = fingerprint.PACKAGE / "core"
+
+
+DIGEST = "[0-9a-f]{12}"
+UNLIKE = {  # -> (what a rank does, the key, the value on the others, its own one)
+    "dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        *("the default dtype", "torch.float32", "torch.float64"),
+    ),
+    "torch": (
+        lambda: setattr(torch, "__version__", "9.9.9"),
+        *("torch's version", re.escape(torch.__version__), "9.9.9"),
+    ),
+    "Lockstep": (change_lockstep, "the code of trainer", DIGEST, DIGEST),
+    "task": (
+        lambda: setattr(fingerprint, "_module_digest", lambda base: "other"),
+        *("the code of tiny", DIGEST, "other"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_rank_that_differs_without_a_setting_is_refused_by_name(kind, tmp_path):
+    change, key, most, one = UNLIKE[kind]
+
     def refused():
-        rank = World.from_environment().rank
-        torch.set_default_dtype([torch.float32, torch.float64][rank])
+        if World.from_environment().rank == 1:
+            change()
         with pytest.raises(ConfigError) as error:
             fit(tmp_path, *RECIPE)
         return str(error.value)
 
-    dtypes = "torch.float32 on rank 0 and torch.float64 on rank 1"
-    for line in on_ranks(2, refused):
-        assert line.startswith(f"the default dtype is {dtypes}: must be the same")
+    sides = f"{most} on ranks 0, 2 and {one} on rank 1"
+    for line in on_ranks(3, refused):
+        assert re.match(f"{key} is {sides}: must be the same; start all ranks with", line), line
+    assert not (tmp_path / "tiny").exists()
 
 
 class Uneven(Tiny):

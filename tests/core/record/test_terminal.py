@@ -11,9 +11,12 @@ import sys
 import termios
 
 import pytest
-from harness.launch import TESTS, environment_of_a_command
+from harness.launch import SPAWN, TESTS, environment_of_a_command, ranks_of
 from harness.waiting import wait_for
 
+from trainer.base.process.table import send
+
+RANKS = pytest.mark.parametrize("ranks", [(), SPAWN], ids=["one", "two"])
 TINY = ("--config-dir", str(TESTS / "conf"), "task=tiny", "run.name=a")
 
 
@@ -37,13 +40,17 @@ def exit_record(folder) -> dict:
     return json.loads((folder / "runs/tiny/a/exit.json").read_text())
 
 
+CLOSED = "0<&- 1>&- 2>&-"
+FULL = ">/dev/full 2>/dev/full"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "closed",
-    ["0<&- 1>&- 2>&-", "1>&-", "2>&-", ">/dev/full 2>/dev/full"],
+    ("closed", "ranks"),
+    [*((each, ()) for each in (CLOSED, "1>&-", "2>&-", FULL)), (CLOSED, SPAWN), (FULL, SPAWN)],
 )
-def test_run_without_a_working_output_ends_as_it_should(closed, tmp_path):
-    words = (sys.executable, "-m", "trainer", *TINY, "run.steps=12")
+def test_run_without_a_working_output_ends_as_it_should(closed, ranks, tmp_path):
+    words = (sys.executable, "-m", "trainer", *TINY, "run.steps=12", *ranks)
     shell = f"{' '.join(words)} {closed}"
     done = subprocess.run(
         ["bash", "-c", shell], cwd=tmp_path, env=environment_of_a_command(), check=False
@@ -74,7 +81,8 @@ def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
+@RANKS
+def test_terminal_that_hangs_up_saves_and_ends_with_75(ranks, tmp_path):
     """The terminal end of a pseudo-terminal is closed, so the kernel sends SIGHUP."""
     ours, theirs = pty.openpty()
 
@@ -83,7 +91,7 @@ def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent of the tests may ignore it
 
-    words = ("run.steps=1000000", "log.every_steps=10")
+    words = ("run.steps=1000000", "log.every_steps=10", *ranks)
     process = start(tmp_path, *words, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
     os.close(theirs)
     try:
@@ -99,17 +107,20 @@ def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
 
 
 @pytest.mark.slow
-def test_hang_up_that_nohup_has_ignored_stays_ignored(tmp_path):
+@RANKS
+def test_hang_up_that_nohup_has_ignored_stays_ignored(ranks, tmp_path):
     process = start(
         tmp_path,
         "run.steps=1000",
         "log.every_steps=10",
+        *ranks,
         prefix=("nohup",),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     wait_for(lambda: last_step(tmp_path) > 20)
-    process.send_signal(signal.SIGHUP)
+    for pid in (process.pid, *ranks_of(process).values()):
+        send(pid, signal.SIGHUP)
     assert process.wait(60) == 0
     assert exit_record(tmp_path)["step"] == 1000
 

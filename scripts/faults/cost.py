@@ -1,105 +1,19 @@
-"""A loss that is not finite on one rank, and the cost of saving checkpoints."""
+"""The cost of saving checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.launch import environment_of_a_command as environment
 
-from faults.common import REPOSITORY, Row, folder, random_of
-
-BATCH, EXAMPLES = 22, 203
-
-
-def nonfinite(amount: int, seed: int) -> Row:
-    """Make one example NaN: the output names it and its rank, and no weight changes."""
-    row, chance, hit = Row("loss not finite on one rank", amount), random_of(seed), Counter[str]()
-    with folder() as base:
-        for number in range(amount):
-            size, example = chance.choice([2, 3]), chance.randrange(EXAMPLES)
-            row.note(
-                f"example {example} on {size} ranks",
-                _poison(base / str(number), size, example, hit),
-            )
-    row.detail = (
-        f"{hit['poisoned']} runs with poisoned weights, {hit['named']} named, "
-        f"{hit['untaken']} not taken"
-    )
-    return row
-
-
-def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | None:
-    from harness import on_ranks
-
-    place.mkdir()
-    found = on_ranks(size, _train_poisoned, place, example)
-    taken = [
-        rank
-        for step in zip(*(seen for _, seen in found), strict=True)
-        for rank, ids in enumerate(step)
-        if example in ids
-    ]
-    if not taken:
-        hit["untaken"] += 1
-        return "the example was not taken within the run"
-    is_clean = all(
-        torch.isfinite(t).all() and torch.equal(t, found[0][0][n])
-        for w, _ in found
-        for n, t in w.items()
-    )
-    hit["poisoned"] += not is_clean
-    said = "".join(path.read_text() for path in place.glob("rank-*.log"))
-    lines = [line for line in said.splitlines() if "not finite" in line]
-    is_named = any(re.search(rf"example {example}\b.*rank {taken[0]}\b", line) for line in lines)
-    hit["named"] += is_named
-    if not is_clean:
-        return "weights are not finite, or not the same on all ranks"
-    return None if is_named else f"rank {taken[0]} and example {example} are not named: {lines[:1]}"
-
-
-def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """Train two epochs, so that each example is taken; return the final weights and the examples
-    that this rank took."""
-    from harness import fit
-
-    from faults.task import Slow
-
-    log = os.open(place / f"rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    steps = 2 * (EXAMPLES // BATCH)
-    run = fit(
-        place,
-        "task=tiny",
-        *_slow_options(example),
-        f"run.steps={steps}",
-        "optim.lr=0.01",
-        task=Slow,
-    )
-    return run["weights"], run["seen"]
-
-
-def _slow_options(example: int) -> list[str]:
-    return [
-        "+task.options.pause_s=0.0",
-        f"+task.options.poison={example}",
-        "+task.options.build=''",
-        "+task.options.build_s=0.0",
-        "task.trainer=faults.task.Slow",
-    ]
-
-
-# Cost of saving -----------------------------------------------------------------------------------
+from faults.common import REPOSITORY, Row, folder
 
 EPOCHS = 2
 LIMIT = 3.5  # percent

@@ -1,5 +1,4 @@
-"""Run directories from somebody else: damaged, or written to harm. Every verb ends soon, in a few
-lines, without a traceback; it writes nothing and imports nothing that the directory names."""
+"""Run directories from somebody else: damaged, or written to harm."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import os
 import random
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +15,10 @@ from typing import Any
 
 from harness.command import Command
 from harness.training import CONF
-
-from faults.common import Row, folder, random_of
 from trainer.base.plain_files import digest_json
 
 RUN = "runs/tiny/a"
 CANARY = "canary"  # a module on the path, which leaves a file when it is imported
-MOST_LINES = 12
 LIMIT_S = 60.0  # several times what the slowest verb needs
 NUMBERS = (0, -1, 1, 2**31, 2**53, 2**63, 10**19, 10**400, 1e308, float("inf"), float("nan"))
 TEXTS = ("", "x", "x" * 20_000, "\x1b[31m", "\0", "\u202e", "../../..", "/dev/zero", "${run.seed}")
@@ -304,7 +299,7 @@ def snapshot(run: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def run_verb(base: Path, name: str) -> str | None:
+def problem_of_a_verb(base: Path, name: str) -> str | None:
     """Run a verb on the run directory in a fork; return what is wrong, or None."""
     verb = name.split()[0]
     module = "trainer" if verb == "resume" else f"trainer.{verb}"
@@ -317,21 +312,3 @@ def run_verb(base: Path, name: str) -> str | None:
     seconds = time.monotonic() - began
     problem = judge(base, done.returncode, done.stdout, done.stderr, seconds)
     return problem or (None if snapshot(base / RUN) == before else "the run directory was changed")
-
-
-def hostile(amount: int, seed: int) -> Row:
-    """Run a verb on a run directory that was damaged, or written to harm."""
-    row = Row("hostile run directory", amount)
-    chance = random_of(seed)
-    kinds = Counter[str]()
-    with folder() as template:
-        make_run(template)
-        for number in range(amount):
-            with folder() as base:
-                shutil.copytree(template, base, dirs_exist_ok=True)
-                words = damage(base / RUN, chance)
-                name = chance.choice([*VERBS])
-                kinds[words.split(":")[0]] += 1
-                row.note(f"case {number}, {name} after {words}", run_verb(base, name))
-    row.detail = f"{len(VERBS)} verbs"
-    return row
