@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Tiny
 
 from trainer import ConfigError
+from trainer.core import extensions
+from trainer.core.config.schema import LogSettings
 from trainer.show.run_page import RunSummary
 from trainer.show.run_reading import RunFiles
 
@@ -77,6 +80,11 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, capfd):
     assert fit_on(1, tmp_path, *WORDS, *words)["step"] == 20
     told = capfd.readouterr()
     assert "warning: log.trackers: metrics.csv: " in told.out + told.err
+
+
+def test_each_name_of_a_tracker_is_opened_by_somebody():
+    (name_of_each,) = get_args(get_type_hints(LogSettings)["trackers"])
+    assert {*get_args(name_of_each)} == {"tensorboard", "csv", *extensions.TRACKERS}
 
 
 def test_unknown_and_missing_trackers_are_one_line(command):

@@ -50,7 +50,7 @@ STRATEGIES = {name: Extension(f"trainer.mesh.{name}") for name in ("fsdp", "para
 _BUCKET = Extension("trainer.places.bucket_store", "obstore", "bucket")
 # Schemes of the addresses of stores, in the order in which errors name them: `open_store`.
 STORES = dict.fromkeys(("s3", "gs", "az", "file"), _BUCKET)
-# Names of `log.trackers`: `TRACKER`, a subclass of Observer.
+# Names of `log.trackers` besides those of the core: `TRACKER`, a subclass of Observer.
 TRACKERS = {
     "wandb": Extension("trainer.places.wandb", "wandb", "wandb"),
     "mlflow": Extension("trainer.places.mlflow", "mlflow", "mlflow"),

@@ -390,6 +390,13 @@ def test_a_resume_with_another_strategy_keeps_what_belongs_to_the_run(tmp_path):
     assert load_config(fp32, [CONF]).strategy.precision == "fp32"
 
 
+def test_a_subclass_of_ddp_does_not_become_another_strategy_on_a_mesh():
+    divided = ["strategy.mesh.shard=2"]
+    for strategy, stands_in in (("ddp", "parallel"), ("zero1", "zero1")):
+        settings = load_config([*TINY, f"strategy={strategy}", *divided], [CONF]).strategy
+        assert find_name(settings) == stands_in
+
+
 def test_the_start_names_a_strategy_as_its_setting_does():
     """A class may move to another file: what a user reads is the setting, or its stand-in."""
     names = {}

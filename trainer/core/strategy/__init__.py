@@ -59,8 +59,9 @@ def find_name(settings: StrategySettings) -> str:
     strategy = getattr(_load(name), "STRATEGY", None)
     if strategy is None:
         raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
-    if strategy.on_mesh and is_divided(settings.mesh):
-        return find_name(replace(settings, name=strategy.on_mesh))
+    on_mesh = vars(strategy).get("on_mesh")  # of this class: a subclass is another strategy
+    if on_mesh and is_divided(settings.mesh):
+        return find_name(replace(settings, name=on_mesh))
     return name
 
 

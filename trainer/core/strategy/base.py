@@ -115,7 +115,7 @@ class Strategy(ABC):
     takes_device_ids = False
     takes_comm_hook = False
     takes_mesh = False  # with axes that divide the model
-    on_mesh = ""  # name of the strategy that takes its place on such a mesh
+    on_mesh = ""  # the strategy that takes the place of this one, not of a subclass, there
     builds_on_rank_0 = False  # the model, and only its structure on other ranks
     # names errors of torch that follow from how the strategy divides a model
     failures_named: Callable[..., AbstractContextManager[Any]] = staticmethod(nullcontext)

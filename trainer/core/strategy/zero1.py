@@ -110,7 +110,6 @@ def _send(owned: Sequence[Sequence[nn.Parameter]]) -> None:
 class ZeroRedundancy(DistributedDataParallel):
     """DDP with the optimizers' state divided over the ranks."""
 
-    on_mesh = ""
     cost = OwnedCost
 
     def _open_tensors(self) -> Tensors:
