@@ -122,7 +122,8 @@ class AttributeSnapshot:
     """Snapshot of attributes by name, to find those that change later."""
 
     def __init__(self, named: Named):
-        self._before = {name: (value, Marks().visit(value)) for name, value in named}
+        self._marks = Marks()
+        self._before = {name: (value, self._marks.begin(value)) for name, value in named}
 
     def changed(self, named: Named) -> list[str]:
         """Return the names whose values differ from the snapshot."""
@@ -130,7 +131,7 @@ class AttributeSnapshot:
         for name, value in named:
             before, mark = self._before.get(name, (None, None))
             is_same = value is before or not isinstance(value, (torch.Tensor, torch.Generator))
-            if not is_same or mark != Marks().visit(value):
+            if not is_same or mark != self._marks.begin(value):
                 names.append(name)
         return names
 
@@ -179,7 +180,8 @@ def take_snapshot(model: nn.Module, task: Any, has_private: bool = False) -> Sna
         if has_private or not key.startswith("_")
     )
     named = [*of_model, *_state_of_task(task), *model.named_buffers()]
-    return {name: Copy().visit(value) for name, value in named}
+    walk = Copy()
+    return {name: walk.begin(value) for name, value in named}
 
 
 def find_different(one: Snapshot, other: Snapshot, limit: float) -> list[str]:

@@ -79,10 +79,10 @@ class UnsavedState:
     def _read(self) -> dict[str, Any]:
         model = self._model
         saved = [*model.modules(), *model.parameters(), *model.buffers(), *self._optimizers]
+        walk = Marks(saved, self._packages - {"trainer"})
         marks: dict[str, Any] = {}
         for scope in self._scopes():
-            for name, value in scope.named():
-                marks[name] = Marks(saved, self._packages - {"trainer"}).visit(value)
+            marks |= {name: walk.begin(value) for name, value in scope.named()}
         for name, module in model.named_modules():
             counts = [len(getattr(module, hooks)) for hooks in HOOKS]
             marks[f"the hooks of {f'model.{name}'.rstrip('.')}"] = counts
@@ -100,10 +100,11 @@ class FirstValues:
     def __init__(self, task: Any, model: nn.Module):
         self._task = task
         self._model = model
+        walk = IsPlain()
         self._values = {
             name: copy.deepcopy(values[key])
             for name, values, key in self._places(model)
-            if IsPlain().visit(values[key])
+            if walk.begin(values[key])
         }
         self._known = {name for name, _, _ in self._places(model)}
 

@@ -49,8 +49,15 @@ class Walk(Generic[T]):
     most_values = math.inf  # of a container's and an object's, with theirs
 
     def __init__(self, constant: Iterable[object] = ()):
-        self._seen = {id(each) for each in constant}
+        self._constant = {id(each) for each in constant}
+        self._seen: set[int] = set()
         self._left = self.most_values
+
+    def begin(self, value: Any) -> T:
+        """Visit a value as the first one."""
+        self._seen.clear()
+        self._left = self.most_values
+        return self.visit(value)
 
     def plain(self, value: Any) -> T:
         """Make something of a number, a string, or None."""
@@ -89,8 +96,8 @@ class Walk(Generic[T]):
         self._left -= 1
         if isinstance(value, PLAIN):
             return self.plain(value)
-        is_met = depth < 0 or self._left < 0 or id(value) in self._seen
-        if is_met or isinstance(value, (type, ModuleType)):
+        is_met = id(value) in self._constant or id(value) in self._seen
+        if is_met or depth < 0 or self._left < 0 or isinstance(value, (type, ModuleType)):
             return self.closed(value)
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
