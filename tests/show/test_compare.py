@@ -16,7 +16,7 @@ from tiny import Tiny
 
 from trainer.base.errors import ConfigError
 from trainer.base.plain_files import digest_json
-from trainer.core.checkpoints import disk, transaction
+from trainer.core.checkpoints import transaction
 from trainer.pages.charts import overlay
 from trainer.show.__main__ import main as compare
 from trainer.show.compare import expand
@@ -126,7 +126,7 @@ def flip_bit(checkpoint, name, bit=20):
             stored[key] = keys[name]
     save_file(stored, path, metadata)
     raw = json.loads((checkpoint / "manifest.json").read_text())
-    size, digest = disk.digest_file(path, 2**40)
+    size, digest = transaction.digest_file(path, 2**40)
     raw["files"][path.name] |= {"bytes": size, "sha256": digest}
     raw.pop("sha256")
     raw["sha256"] = digest_json(raw)

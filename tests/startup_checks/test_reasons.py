@@ -243,7 +243,7 @@ REASONS = {
     of_queue: MIXED_STATE.format("1.queue"),
     of_slots: STATE.format("1.holder"),
     of_iterator: STATE.format("1.numbers"),
-    of_closure: STATE.format("number of count"),
+    of_closure: STATE.format("number of counting.count"),
     of_function: STATE.format("bump.number"),
     of_environment: STATE.format("os.environ['PASSES']"),
     of_unseeded_generator: STATE.format("1.unseeded"),

@@ -113,7 +113,7 @@ class Walk(Generic[T]):
         # that of dict[str, int], a type in a variable, is the one of dict, which cannot be written
         has_own = isinstance(getattr(value, "__dict__", None), dict) or slots_of(value)
         if isinstance(value, nn.Module) or (has_own and self.enters(type(value))):
-            return self.owner(value, [*self._parts_of_object(value, depth)])
+            return self.owner(value, [*self._parts_of_owner(value, depth)])
         return self.closed(value)
 
     def _visit_container(self, value: Any, depth: int, most: float = MOST_ITEMS) -> T:
@@ -124,7 +124,7 @@ class Walk(Generic[T]):
         items = islice(every, min(len(value), MOST_ITEMS) if self.samples else None)
         return self.container(value, [(key, self.visit(each, depth - 1)) for key, each in items])
 
-    def _parts_of_object(self, value: Any, depth: int) -> Iterator[tuple[Any, T]]:
+    def _parts_of_owner(self, value: Any, depth: int) -> Iterator[tuple[Any, T]]:
         """Yield attributes; of a module also its tensors and the modules in it, as deep as it."""
         for key, each in attributes_of(value):
             yield key, self.visit(each, depth - 1)
