@@ -7,8 +7,10 @@ import numpy
 import pytest
 import torch
 from torch.nn.functional import dropout
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.core.rng import seed_example, seed_layers
+from trainer.core.rng.keys import RowKeys
 from trainer.core.rng.philox import Random, key_of, philox
 
 CPU = torch.device("cpu")
@@ -173,3 +175,30 @@ def test_seeded_layers_repeat_their_dropout_masks():
     assert 0 < first.count_nonzero() < 64
     for other in [(1, 7, 1), (0, 8, 1), (0, 7, 2), (0, 1, 7)]:
         assert not torch.equal(mask(*other), first), other
+
+
+class Unchanged(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 128])
+def test_numpy_draws_the_bits_of_torch(width, dtype):
+    """A dispatch mode has torch's operations, such as those of fake tensors."""
+    own = RowKeys()
+    device = torch.device("cpu")
+    own.begin(torch.tensor([0, 5, 2**40, 3])[::2])
+
+    def draw():
+        words = own.words(2**62 + 5, width, device)
+        mask = own.mask(2**62 + 5, width, 2**29, 1 / 0.9, dtype, device)
+        return words, mask, own.bits(3, width, device)
+
+    of_numpy = draw()
+    with Unchanged():
+        of_torch = draw()
+    assert all(map(torch.equal, of_numpy, of_torch))
+    assert [each.dtype for each in of_numpy] == [torch.int32, dtype, torch.int64]
