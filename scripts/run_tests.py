@@ -39,6 +39,14 @@ LARGE = [
 PARTS = 12  # of the slow tests: all take some two hours on two cores
 TOUCHED_WITHIN_S = 900  # begin no more tests of touched packages after so long
 DAY_S = 24 * 3600
+# Tests of what has no folder of its own.
+ELSEWHERE = {
+    "trainer/core/state/": ("tests/startup_checks",),
+    "trainer/base/": ("tests/core/distributed", "tests/prove"),
+    "trainer/notebook.py": ("tests/new",),
+    "trainer/pages/": ("tests/show",),
+    "trainer/list/": ("tests/verbs",),
+}
 INTERRUPTED = 2  # pytest's exit codes
 NO_TESTS = 5  # such as with -m
 
@@ -59,6 +67,8 @@ def touched_folders() -> list[str]:
     named = subprocess.run(words, capture_output=True, text=True).stdout.split()
     parts = [path.split("/") for path in named if path.startswith(("trainer/", "tests/"))]
     folders = {"/".join(["tests", *own[1 : 3 if own[1] == "core" else 2]]) for own in parts}
+    for prefix, more in ELSEWHERE.items():
+        folders |= {*more} if any(path.startswith(prefix) for path in named) else set()
     return sorted(each for each in folders if (ROOT / each).is_dir())
 
 

@@ -1,8 +1,14 @@
 """Facts of the walk over Python state, and of the sandbox that undoes changes."""
 
 import itertools
+import math
+import os
 import random
+import shelve
+import subprocess
+import sys
 from collections import OrderedDict, deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -10,12 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.core.state.sandbox import Keep, keep_attributes, sandbox
-from trainer.core.state.scopes import list_surroundings
+import trainer
+from trainer.base.python_code import owner_of, owner_of_frame
+from trainer.core.state.sandbox import Keeper, keep_attributes, sandbox
+from trainer.core.state.scopes import list_surroundings, scopes_of_model
 from trainer.core.state.walk import DEPTH
-from trainer.startup_checks.snapshots import Copy, Marks, find_different
+from trainer.startup_checks.snapshots import Copier, Marks, find_different
+from trainer.startup_checks.unsaved import FirstValues, PlainCheck
 
 COUNTS = {"calls": 0}
+TEXT = {"capture_output": True, "text": True}
 
 
 class Meter:
@@ -82,13 +92,13 @@ def test_a_change_in_place_is_marked_and_undone(name):
     value = make()
     before = Marks().visit(value)
     assert Marks().visit(value) == before
-    restore = Keep().visit(value)
-    copied = Copy().visit(value)
+    restore = Keeper().visit(value)
+    copied = Copier().visit(value)
     change(value)
     if name != "namespace":  # its class is Python's, so marks leave it out
         assert Marks().visit(value) != before
     restore()
-    again = Copy().visit(value)
+    again = Copier().visit(value)
     assert not find_different({"": copied}, {"": again}, 0)
     if name in ("generator", "random", "numpy", "old numpy", "set"):  # None in copies
         assert Marks().visit(value) == before
@@ -101,7 +111,7 @@ def test_a_walk_goes_to_its_depth(depth):
     for _ in range(depth - 1):
         value = [value]
     before = Marks().visit(value)
-    with sandbox(Keep().visit(value)):
+    with sandbox(Keeper().visit(value)):
         counts[0] += 1
         assert Marks().visit(value) != before
     assert counts == [0]
@@ -110,7 +120,7 @@ def test_a_walk_goes_to_its_depth(depth):
 def test_a_walk_ends_in_cycles():
     value = {"list": []}
     value["list"].append(value)
-    for walk in (Keep(), Marks(), Copy()):
+    for walk in (Keeper(), Marks(), Copier()):
         walk.visit(value)
 
 
@@ -159,3 +169,119 @@ def test_variables_around_a_model_are_kept_and_named(monkeypatch):
         "os.environ['PASSES']",
         *(f"calls of {of}", f"table of {of}", f"seen of {of}", f"{of}.last"),
     }
+
+
+def test_mappings_that_are_files_are_neither_read_nor_written(tmp_path):
+    numpy.savez(tmp_path / "rows.npz", rows=numpy.zeros(3))
+    with shelve.open(tmp_path / "shelf") as shelf, numpy.load(tmp_path / "rows.npz") as archive:
+        shelf["a"] = [1, 2]
+        task = SimpleNamespace(shelf=shelf, archive=archive)
+        FirstValues(task, nn.Identity())
+        with sandbox(keep_attributes(nn.Identity(), task)):
+            Marks().visit(task.shelf)
+        assert shelf["a"] == [1, 2] and archive["rows"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zip("abc", "def", strict=True),
+        lambda: (each for each in "abc"),
+        lambda: torch.utils.data.DataLoader([1, 2, 3]),
+    ],
+)
+def test_a_cycle_over_an_iterator_loses_nothing(make):
+    task = SimpleNamespace(rows=itertools.cycle(make()))
+    expected = [str(each) for each in itertools.islice(itertools.cycle(make()), 6)]
+    with sandbox(keep_attributes(nn.Identity(), task)):
+        pass
+    assert [str(next(task.rows)) for _ in range(6)] == expected
+
+
+ODD = {
+    "meta": lambda: torch.zeros(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse_csr(),
+    "lazy": lambda: nn.LazyLinear(3),
+    "complex half": lambda: torch.zeros(3, dtype=torch.complex32),
+    "scalar": lambda: torch.tensor(3.0),
+    "not a number": lambda: torch.tensor(math.nan).expand(4),
+    "system random": random.SystemRandom,
+    "other bits": lambda: numpy.random.RandomState(numpy.random.PCG64(0)),
+    "objects": lambda: numpy.array([{"a": 1}, None], dtype=object),
+    "inference": lambda: torch.inference_mode()(torch.zeros)(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|experimental)")
+@pytest.mark.parametrize("name", ODD)
+def test_what_stands_beside_odd_values_is_kept_and_marked(name):
+    value = {"odd": ODD[name](), "calls": [0], "scalar": numpy.int64(0)}
+    before = Marks().visit(value)
+    assert Marks().visit(value) == before
+    copied = Copier().visit(value)
+    with sandbox(Keeper().visit(value)):
+        value["calls"].append(1)
+        assert Marks().visit(value) != before
+        value["calls"].pop()
+        value["scalar"] += 1
+        assert Marks().visit(value) != before
+        assert find_different({"": copied}, {"": Copier().visit(value)}, 0) == [""]
+    assert value["calls"] == [0] and value["scalar"] == 0
+
+
+def test_restoring_writes_no_new_version_of_what_is_not_a_number():
+    values = torch.full((3,), math.nan)
+    with sandbox(Keeper().visit(values)):
+        pass
+    assert values._version == 0
+
+
+def test_the_state_of_an_optimizer_is_kept_however_large(monkeypatch):
+    monkeypatch.setattr(Keeper, "_most_bytes", 4)
+    optimizer = of_optimizer()
+    before = Marks().visit(optimizer)
+    momentum = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+    with sandbox(Keeper().visit(optimizer)):
+        stepped(optimizer)
+        assert Marks().visit(optimizer) != before
+    after = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, momentum, after))
+
+
+def test_shared_values_are_plain_each_time():
+    sizes = (0, 0)
+    assert PlainCheck().begin({"a": sizes, "b": sizes})
+
+
+def test_names_may_have_braces():
+    model = nn.ModuleDict({"{a}": nn.Linear(1, 1)})
+    model["{a}"].rate = 1
+    assert dict(scopes_of_model(model)[1].named())["{a}.rate"] == 1
+
+
+def test_code_is_the_users_at_a_prompt_and_torchs_where_it_is_generated(tmp_path):
+    def owner(name, file):
+        code = compile("def f(frames): frames.append(sys._getframe())", file, "exec")
+        variables = {"__name__": name, "sys": sys}
+        exec(code, variables)
+        frames = []
+        variables["f"](frames)
+        return owner_of_frame(frames[0])
+
+    link = tmp_path / "linked"
+    link.symlink_to(Path(trainer.__file__).parents[1])
+    assert owner("__main__", "<stdin>") == owner("mine", "/home/a/ml-packages/x.py") == "user"
+    assert owner("torch._inductor.runtime.compile_tasks.a", "/tmp/torchinductor_a/b.py") == "torch"
+    assert owner("torch.nn", "/src/pytorch/torch/nn/a.py") == "torch"
+    assert owner("trainer.core.task", trainer.core.task.__file__) == "lockstep"
+    assert owner("x", "/usr/lib/python3/dist-packages/x.py") == "installed"
+    lines = (
+        "import trainer, trainer.base.python_code as p; print(p.owner_of_file(trainer.__file__))"
+    )
+    words = [sys.executable, "-c", lines]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(link)}, **TEXT, cwd=tmp_path)
+    assert done.stdout.strip() == "lockstep", done.stderr
+
+
+def test_a_class_of_a_notebook_is_the_users():
+    assert owner_of(type("Toy", (), {"__module__": "__main__"})) == "user"

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal
 
 from trainer.base.folders import PACKAGE
 
 Owner = Literal["user", "installed", "torch", "python", "lockstep"]
 LIBRARY = str(Path(os.__file__).parent) + os.sep
-_PACKAGE = str(PACKAGE) + os.sep
-_TASKS = str(PACKAGE / "tasks") + os.sep  # in a wheel; they are there to be copied
+# as the file system has it, and as it was imported, perhaps through a link
+_PACKAGES = tuple(f"{folder}{os.sep}" for folder in (PACKAGE, Path(__file__).parents[1]))
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_TYPED = ("<stdin>", "<ipython-input", "<python-input")  # by a user, at a prompt
 
 
 def owner_of_file(file: str) -> Owner:
-    """Return whose code is in a file; a notebook's cell is the user's."""
-    if file.startswith(_PACKAGE) and not file.startswith(_TASKS):
-        return "lockstep"
-    if file.startswith(_TASKS):
-        return "user"
-    _, is_installed, path = file.rpartition(f"-packages{os.sep}")  # site- or dist-packages
-    if is_installed:
-        return "torch" if path.startswith(f"torch{os.sep}") else "installed"
-    return "python" if file.startswith((LIBRARY, "<")) else "user"
+    """Return whose code is in a file."""
+    for package in _PACKAGES:
+        if file.startswith(package):  # the tasks in a wheel are there to be copied
+            return "user" if file.startswith(f"{package}tasks{os.sep}") else "lockstep"
+    if _INSTALLED.search(file):
+        return "torch" if f"-packages{os.sep}torch{os.sep}" in file else "installed"
+    if file.startswith("<"):
+        return "user" if file.startswith(_TYPED) else "python"
+    return "python" if file.startswith(LIBRARY) else "user"
 
 
 def owner_of(definition: Any) -> Owner:
     """Return whose code defines a class or a function."""
     name = str(getattr(definition, "__module__", None) or "builtins")
+    if name == "__main__":  # a script, a notebook, or a task that a notebook has sent here
+        return "user"
     file = getattr(sys.modules.get(name), "__file__", None)
-    if file is not None:
-        return owner_of_file(file)
-    return "user" if name == "__main__" else "python"  # the first is a notebook
+    return _owner_of_module(name, file or "<built in>")
+
+
+def owner_of_frame(frame: FrameType) -> Owner:
+    """Return whose code runs in a frame."""
+    return _owner_of_module(str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
+
+
+def _owner_of_module(name: str, file: str) -> Owner:
+    if name.partition(".")[0] == "torch":  # also where it is built, and what it generates
+        return "torch"
+    return owner_of_file(file)
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -49,5 +63,9 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 def place_in(step: TracebackType | None, *owners: Owner) -> str:
     """Return `file.py:12`, the last line of a traceback that one of these owns, or ""."""
-    frames = [f for f in traceback.extract_tb(step) if owner_of_file(f.filename) in owners]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(step)
+        if owner_of_frame(frame) in owners
+    ]
+    return lines[-1] if lines else ""

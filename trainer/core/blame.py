@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from trainer.base.codec import name_of
 from trainer.base.errors import ConfigError, RunError, message_of, one_line
 from trainer.base.model_calls import call_plainly
-from trainer.base.python_code import Owner, owner_of_file, place_in
+from trainer.base.python_code import owner_of_frame, place_in
 from trainer.core.micro_batch import Rows, slice_rows
 
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -51,7 +51,9 @@ def explain_hook(
         return RunError(f"{name} failed for {rows.named(row)}: {what}; repair it")
     if not is_of_torch(error):
         return None
-    if any(f.f_code.co_name == "backward" and _owner(f) == "torch" for f, _ in _frames(error)):
+    if any(
+        f.f_code.co_name == "backward" and owner_of_frame(f) == "torch" for f, _ in _frames(error)
+    ):
         return ConfigError(f"{name} calls backward(){place_in_task(error)}: {BACKWARD}")
     shown = ", ".join(_show(n, tree) for n, tree in zip(_arguments(name), given, strict=True))
     return ConfigError(f"{name} failed: {what}; {shown}; make them fit")
@@ -114,10 +116,6 @@ def _frames(error: BaseException) -> list[tuple[FrameType, TracebackType]]:
     return frames
 
 
-def _owner(frame: FrameType) -> Owner:
-    return owner_of_file(frame.f_code.co_filename)
-
-
 def place_in_task(error: BaseException) -> str:
     """Return ` (file.py:12)`, the last line of the task's code or a package's that it uses."""
     line = place_in(error.__traceback__, "user", "installed")
@@ -166,7 +164,7 @@ def is_of_torch(error: Exception) -> bool:
     if is_of_a_group(error):
         return False
     frame, step = _frames(error)[-1]
-    if _owner(frame) in ("torch", "lockstep"):
+    if owner_of_frame(frame) in ("torch", "lockstep"):
         return True
     is_raised = frame.f_code.co_code[step.tb_lasti] == RAISE
     return type(error) is RuntimeError and not is_raised

@@ -78,7 +78,7 @@ class ShardCache:
             os.close(open_to_lock(self.folder / FREE))
         except OSError as error:
             raise ConfigError(f"""cache={folder}: {error.strerror};
-                give another folder, such as cache=/tmp/shards""") from None
+                give another folder, such as cache=/tmp/shards-{os.geteuid()}""") from None
 
     @property
     def is_in_place(self) -> bool:
@@ -229,9 +229,11 @@ class ShardCache:
                 return self._write(shard, part, next_use)
             except BaseException:
                 with suppress(OSError):
-                    self._delete(shard, RAW_ENDING)
-                    if not self._index.sha256(shard):  # the next try begins at the start
-                        self._delete(shard, PART_ENDING)
+                    # else the folder was deleted, and another run has made it again
+                    if is_at(self._room.path(shard, PART_ENDING), part.fileno()):
+                        self._delete(shard, RAW_ENDING)
+                        if not self._index.sha256(shard):  # the next try begins at the start
+                            self._delete(shard, PART_ENDING)
                 raise
 
     def _delete(self, shard: int, ending: str) -> None:
@@ -323,7 +325,7 @@ def _open_root(folder: Path) -> Path:
         root = folder.expanduser().absolute()
     except RuntimeError:  # a user without a home, as in containers
         raise ConfigError(f"""cache={folder}: must be a folder, as this user has no home;
-            give cache=/tmp/shards""") from None
+            give cache=/tmp/shards-{os.geteuid()}""") from None
     root.mkdir(0o700, parents=True, exist_ok=True)
     status = root.stat()
     user = os.geteuid()

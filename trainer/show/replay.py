@@ -108,7 +108,8 @@ def _find_newest_before(directory: Path, step: int) -> tuple[int, Path | None]:
     """Return the newest valid checkpoint before a step, and its step; (0, None) without one."""
     for saved_step, path in reversed(transaction.steps(directory / "checkpoints").items()):
         try:
-            if saved_step < step and transaction.load(path):
+            if saved_step < step:
+                transaction.load(path)
                 return saved_step, path
         except CheckpointError as error:
             print(visible(f"skipped {path.name}: {error}"))

@@ -39,6 +39,7 @@ from trainer.startup_checks.rank_agreement import (
 from trainer.startup_checks.row_independence import RowIndependenceCheck
 from trainer.startup_checks.snapshots import (
     AttributeSnapshot,
+    constants_of,
     digest_snapshot,
     find_unequal,
     held_by,
@@ -116,7 +117,7 @@ class StartupChecks(Inspection):
             rows = reader.read(first, run.cuts)
             if rows.changed is None:
                 return rows
-            before = AttributeSnapshot(held_by(run.batches.dataset, hooks))
+            before = AttributeSnapshot(held_by(run.batches.dataset, hooks), constants_of(module))
             reader.prepare(rows.indices)
             changed = before.changed(held_by(run.batches.dataset, hooks))
         return replace(rows, reading=explain_changed(rows.changed, changed))

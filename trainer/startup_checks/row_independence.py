@@ -55,7 +55,7 @@ from trainer.startup_checks.rank_agreement import (
     count_rows_to_try,
     list_cuts,
 )
-from trainer.startup_checks.snapshots import AttributeSnapshot, state_of
+from trainer.startup_checks.snapshots import AttributeSnapshot, constants_of, state_of
 from trainer.startup_checks.trace import Gathering
 
 MOST_FLOPS = 2e13  # of all passes: a minute or more on a CPU
@@ -339,7 +339,7 @@ def _run_first(passes: SlicedPasses, cuts: Cuts) -> FirstPass:
     """Run rows, and keep the state that they leave."""
     module, hooks = passes.subject.module, passes.subject.hooks
     counters = Counters(module, hooks)
-    snapshot = AttributeSnapshot(state_of(module, hooks))
+    snapshot = AttributeSnapshot(state_of(module, hooks), constants_of(module))
     passed = passes.run(cuts, keeps_state=True)
     return FirstPass(passed, snapshot.changed(state_of(module, hooks)), snapshot, counters)
 

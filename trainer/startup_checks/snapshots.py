@@ -13,6 +13,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from trainer.base.codec import digest
 from trainer.base.same import relative
@@ -40,6 +42,11 @@ def scopes_of(model: nn.Module, task: Any) -> list[Scope]:
     return [scope_of_task(task), *scopes_of_model(model), *list_surroundings(model, task)]
 
 
+def constants_of(model: nn.Module) -> list[object]:
+    """Return the modules and the tensors of a model, which are compared by themselves."""
+    return [*model.modules(), *model.parameters(), *model.buffers()]
+
+
 def state_of(model: nn.Module, task: Any) -> Iterator[tuple[str, Any]]:
     """Yield all that forward passes and losses may change besides buffers, by name."""
     for scope in scopes_of(model, task):
@@ -57,12 +64,7 @@ def held_by(dataset: Any, task: Any) -> list[tuple[str, Any]]:
     held = {key: value for kind in kinds for key, value in kind.items() if not callable(value)}
     held = {k: v for k, v in held.items() if not k.startswith("__")} | dict(of_dataset(dataset))
     of_data = ((f"{key} of the data set", value) for key, value in held.items())
-    return [*of_data, *_state_of_task(task)]
-
-
-def _state_of_task(task: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of a task, and the variables around it, by name."""
-    yield from state_of(nn.Identity(), task)
+    return [*of_data, *state_of(nn.Identity(), task)]
 
 
 # Marks --------------------------------------------------------------------------------------------
@@ -92,13 +94,19 @@ class Marks(Walk[Any]):
 
     def tensor(self, value: torch.Tensor) -> Any:
         """Return the number of changes of a tensor, which `.data` hides, and some of its values."""
-        is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
-        if value.is_inference() or not is_plain or value.is_meta or value.grad_fn is not None:
+        if is_lazy(value) or value.is_inference():
             return type(value).__name__
-        return tuple(value.shape), value._version, _sample(value.detach())
+        is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+        if not is_plain or value.is_meta or value.grad_fn is not None:
+            return type(value).__name__, value._version
+        flat = value.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // MOST_SAMPLES)].contiguous().view(torch.uint8)
+        return tuple(value.shape), value._version, sample.cpu().numpy().tobytes()
 
     def array(self, value: numpy.ndarray) -> Any:
-        return value.shape, _sample(value)
+        flat = value.reshape(-1)
+        sample = flat[:: max(1, len(flat) // MOST_SAMPLES)]
+        return value.shape, repr(sample.tolist()) if value.dtype.hasobject else sample.tobytes()
 
     def position(self, state: Any, restore: Any) -> Any:
         return state
@@ -112,17 +120,12 @@ class Marks(Walk[Any]):
         return list(parts)
 
 
-def _sample(values: Any) -> str:
-    """Return some values of a tensor or an array."""
-    flat = values.reshape(-1)
-    return repr(flat[:: max(1, len(flat) // MOST_SAMPLES)].tolist())
-
-
 class AttributeSnapshot:
     """Snapshot of attributes by name, to find those that change later."""
 
-    def __init__(self, named: Named):
-        self._marks = Marks()
+    def __init__(self, named: Named, constant: Iterable[object] = ()):
+        """`constant` objects are not looked into, such as the modules of the model."""
+        self._marks = Marks(constant)
         self._before = {name: (value, self._marks.begin(value)) for name, value in named}
 
     def changed(self, named: Named) -> list[str]:
@@ -139,8 +142,11 @@ class AttributeSnapshot:
 # Copies -------------------------------------------------------------------------------------------
 
 
-class Copy(Walk[Any]):
+class Copier(Walk[Any]):
     """Makes plain copies: numbers, texts, tensors, lists and dicts; None of anything else."""
+
+    def enters(self, kind: type) -> bool:
+        return is_own(kind)
 
     def plain(self, value: Any) -> Any:
         return value
@@ -149,6 +155,8 @@ class Copy(Walk[Any]):
         return None
 
     def tensor(self, value: torch.Tensor) -> Any:
+        if is_lazy(value):
+            return None
         is_readable = not value.is_meta and value.layout is torch.strided
         return value.detach().clone() if is_readable and value.nbytes <= MOST_BYTES else None
 
@@ -160,12 +168,16 @@ class Copy(Walk[Any]):
         return None
 
     def container(self, value: Any, parts: list[Any]) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): part for key, part in parts}
+        if isinstance(value, dict):
+            return {_name_of(key): part for key, part in parts}
         return None if isinstance(value, (set, frozenset)) else [part for _, part in parts]
 
     def owner(self, value: Any, parts: list[Any]) -> Any:
-        return dict(parts)
+        return None if isinstance(value, Optimizer) else dict(parts)
+
+
+def _name_of(key: Any) -> str:
+    return str(key) if isinstance(key, (str, int, float, tuple, bytes)) else type(key).__name__
 
 
 def take_snapshot(model: nn.Module, task: Any, has_private: bool = False) -> Snapshot:
@@ -179,8 +191,10 @@ def take_snapshot(model: nn.Module, task: Any, has_private: bool = False) -> Sna
         for key, value in scope.items()
         if has_private or not key.startswith("_")
     )
-    named = [*of_model, *_state_of_task(task), *model.named_buffers()]
-    walk = Copy()
+    around = (scope for scope in list_surroundings(nn.Identity(), task) if scope.is_around)
+    of_task = (pair for scope in (scope_of_task(task), *around) for pair in scope.named())
+    named = [*of_model, *of_task, *model.named_buffers()]
+    walk = Copier(constants_of(model))
     return {name: walk.begin(value) for name, value in named}
 
 

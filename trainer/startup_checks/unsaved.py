@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer.core.schedule import Schedule
 from trainer.core.state.scopes import HOOKS, OF_A_TASK, Scope, scope_of_task, scopes_of_model
 from trainer.core.state.walk import MOST_BYTES, Walk, left_out_of
-from trainer.startup_checks.snapshots import Marks
+from trainer.startup_checks.snapshots import Marks, constants_of
 
 NO_FIRST_VALUE = object()
 
@@ -38,8 +38,7 @@ def list_owners(task: object, model: nn.Module) -> Iterator[Scope]:
 class UnsavedState:
     """The attributes of a task and of what it trains with, as they are at the start.
 
-    Objects of other classes than those of `packages` are taken for constant, if they are neither
-    containers nor modules.
+    Of objects, those of the user's classes and of `packages` are looked into; others are constant.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class UnsavedState:
 
     def _read(self) -> dict[str, Any]:
         model = self._model
-        saved = [*model.modules(), *model.parameters(), *model.buffers(), *self._optimizers]
+        saved = [*constants_of(model), *self._optimizers]
         walk = Marks(saved, self._packages - {"trainer"})
         marks: dict[str, Any] = {}
         for scope in self._scopes():
@@ -100,7 +99,7 @@ class FirstValues:
     def __init__(self, task: Any, model: nn.Module):
         self._task = task
         self._model = model
-        walk = IsPlain()
+        walk = PlainCheck(constants_of(model))
         self._values = {
             name: copy.deepcopy(values[key])
             for name, values, key in self._places(model)
@@ -138,7 +137,7 @@ class FirstValues:
                 yield f"{owner_name}.{key}".lstrip("."), module._buffers, key
 
 
-class IsPlain(Walk[bool]):
+class PlainCheck(Walk[bool]):
     """Answers True for numbers, strings and small tensors, and for containers of them."""
 
     def plain(self, value: Any) -> bool:

@@ -341,9 +341,9 @@ def _open(group: Group, path: Path, has_optimizer: bool) -> Restoration:
             _copy_manifest(path, address)
         with suppress(CheckpointError) if not is_root else nullcontext():
             loaded = CheckpointFiles.read(path)
-        if is_root and loaded:
+        if is_root and loaded is not None:
             Manifest.of_run(loaded.manifest, path)
-    raw = group.tell_all(loaded.manifest if loaded and is_root else None)
+    raw = group.tell_all(loaded.manifest if loaded is not None and is_root else None)
     sees_it = loaded is not None and loaded.manifest == raw
     (is_unseen,) = group.max(float(not sees_it))
     manifest = Manifest.of_run(raw, path)

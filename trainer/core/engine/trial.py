@@ -89,13 +89,13 @@ class Trial(TaskRun):
 
     def __init__(self, outer: TaskRun, model: nn.Module | None = None):
         self._outer = outer
-        self._model = outer.model if model is None else model
+        self._model = model
         self._gather: Gather = super().gather_rows
         self._sums: dict[str, torch.Tensor] | None = None
 
     @property
     def model(self) -> nn.Module | None:
-        return self._model
+        return self._outer.model if self._model is None else self._model
 
     @property
     def step(self) -> int:

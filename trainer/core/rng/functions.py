@@ -77,8 +77,11 @@ class Numbers:
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape values (rows, width) to the sizes of the call."""
-        values = values.reshape(len(values), *self._sizes)
-        values = values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
+        if self.axis:
+            values = values.reshape(len(values), *self._sizes)
+            values = values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
+        else:  # one operation
+            values = values.reshape(-1, *self._sizes[1:])
         for axis, index, count in self._kept:
             values = values.chunk(count, axis)[index]
         return values

@@ -17,7 +17,7 @@ from trainer.core.state.walk import place_of
 
 
 class Effects:
-    """Effects of blocks, each as a text that is taken once."""
+    """Effects of blocks, each as a sentence that is taken once."""
 
     def __init__(self) -> None:
         self._is_taken: dict[str, bool] = {}

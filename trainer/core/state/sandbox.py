@@ -8,10 +8,11 @@ Each `keep_` function notes how something is, and returns a function that puts i
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -207,7 +208,7 @@ def keep_attributes(model: nn.Module, task: Any) -> Restore:
 
     Else caches of another dtype, or state that a checkpoint holds, would stay.
     """
-    keep = Keep([*model.modules(), task])
+    keep = Keeper([*model.modules(), task])
     modules = zip(model.modules(), scopes_of_model(model), strict=True)
     own = [scope for module, scope in modules if not isinstance(module, LazyModuleMixin)]
     scopes = [scope_of_task(task), *own, *list_surroundings(model, task)]
@@ -221,14 +222,31 @@ def keep_optimizers(optimizers: Iterable[Optimizer]) -> Restore:
     """
     restores: list[Restore | None] = []
     for optimizer in optimizers:
-        keep = Keep([optimizer.state, optimizer.param_groups])
+        keep = Keeper([optimizer.state, optimizer.param_groups])
         options = [Scope("{}", group, {"params"}) for group in optimizer.param_groups]
         restores += [keep.visit_scope(each) for each in (*options, Scope("{}", vars(optimizer)))]
     return _all_of(restores)
 
 
-class Keep(Walk[Restore | None]):
-    """Makes functions that undo later changes of values in place; None where none can come."""
+class Keeper(Walk[Restore | None]):
+    """Makes functions that undo later changes of values in place; None where none can come.
+
+    What cannot be kept, such as a sparse tensor, stays as it is.
+    """
+
+    repeats = False
+    _most_bytes: float = MOST_BYTES
+
+    def visit(self, value: Any, depth: int = DEPTH) -> Restore | None:
+        before = self._most_bytes
+        if isinstance(value, Optimizer):
+            self._most_bytes = math.inf  # its state is as large as its parameters
+        try:
+            return super().visit(value, depth)
+        except Exception:
+            return None
+        finally:
+            self._most_bytes = before
 
     def plain(self, value: Any) -> None:
         return None
@@ -237,7 +255,7 @@ class Keep(Walk[Restore | None]):
         return None
 
     def tensor(self, value: torch.Tensor) -> Restore | None:
-        if value.is_inference() or is_lazy(value) or value.nbytes > MOST_BYTES:
+        if is_lazy(value) or value.is_inference() or value.nbytes > self._most_bytes:
             return None
         version, values = value._version, value.detach().clone()
 
@@ -246,14 +264,14 @@ class Keep(Walk[Restore | None]):
             if value.dtype != values.dtype:  # as Module.to does it, such as that of a teacher
                 value.data = values.clone()
             elif value.shape == values.shape and (
-                value._version != version or not torch.equal(value, values)  # as batch norm does it
+                value._version != version or not _have_same_bits(value, values)
             ):
                 value.copy_(values)
 
         return restore
 
     def array(self, value: numpy.ndarray) -> Restore | None:
-        is_small = value.nbytes <= MOST_BYTES and value.flags.writeable
+        is_small = value.nbytes <= self._most_bytes and value.flags.writeable
         return partial(numpy.copyto, value, value.copy()) if is_small else None
 
     def position(self, state: Any, restore: Restore | None) -> Restore | None:
@@ -261,7 +279,7 @@ class Keep(Walk[Restore | None]):
 
     def container(self, value: Any, parts: Parts[Restore | None]) -> Restore:
         inner = _all_of([restore for _, restore in parts])
-        if not isinstance(value, (list, deque, set, MutableMapping)):
+        if not isinstance(value, (list, deque, set, dict)):
             return inner
         before = copy.copy(value)
 
@@ -282,9 +300,7 @@ class Keep(Walk[Restore | None]):
     def visit_scope(self, scope: Scope) -> Restore:
         """Keep variables, and what their values are."""
         restores: list[Restore | None] = [_keep_variables(scope)]
-        for _, value in scope.items():
-            with suppress(Exception):  # of an object that cannot be copied, which stays as it is
-                restores.append(self.visit(value, DEPTH - 1))
+        restores += [self.visit(value, DEPTH - 1) for _, value in scope.items()]
         return _all_of(restores)
 
 
@@ -307,16 +323,28 @@ def _all_of(restores: Iterable[Restore | None]) -> Restore:
     chosen = [restore for restore in restores if restore is not None]
 
     def restore_all() -> None:
-        for restore in chosen:
-            restore()
+        with ExitStack() as stack:  # all, even if one raises
+            for restore in reversed(chosen):
+                stack.callback(restore)
 
     return restore_all
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare plain tensors, as batch norm's kernels write some without a new version."""
+    is_plain = type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided
+    if not is_plain or one.is_meta:
+        return True
+    bits = [
+        each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (one, other)
+    ]  # NaN, too
+    return torch.equal(*bits)
 
 
 def _has_same(one: Any, other: Any) -> bool:
     """Return True if two containers have the same objects."""
     ids = [
-        list(map(_identity, each.items() if isinstance(each, MutableMapping) else each))
+        list(map(_identity, each.items() if isinstance(each, dict) else each))
         for each in (one, other)
     ]
     return ids[0] == ids[1]

@@ -48,19 +48,23 @@ class Scope:
         yield from ((self.naming.format(key), value) for key, value in self.items())
 
 
+def _escaped(name: str) -> str:
+    return name.replace("{", "{{").replace("}", "}}")
+
+
 def is_own(kind: type) -> bool:
     """Return True for a class of the user's own code, not of an installed package."""
     return owner_of(kind) == "user"
 
 
 def scope_of_task(task: Any, name: str = "self", left_out: Container[str] = OF_A_TASK) -> Scope:
-    return Scope(f"{name}.{{}}", vars(task), left_out)
+    return Scope(f"{_escaped(name)}.{{}}", vars(task), left_out)
 
 
 def scopes_of_model(model: nn.Module) -> list[Scope]:
     """Return the attributes of all modules, except parameters, buffers and submodules."""
     return [
-        Scope(f"{name}.{{}}".lstrip("."), vars(module), OF_A_MODULE)
+        Scope(f"{_escaped(name)}.{{}}".lstrip("."), vars(module), OF_A_MODULE)
         for name, module in model.named_modules()
     ]
 
@@ -70,13 +74,15 @@ def list_surroundings(model: nn.Module, task: Any) -> list[Scope]:
 
     Only of the user's own code.
     """
-    kinds = {base for each in (task, *model.modules()) for base in type(each).__mro__}
-    own = [kind for kind in kinds if is_own(kind)]
+    kinds = [base for each in (task, *model.modules()) for base in type(each).__mro__]
+    own = [kind for kind in dict.fromkeys(kinds) if is_own(kind)]
     functions = [each for layer in model.modules() for each in functions_of(layer)]
     names = {each.__module__ for each in (*own, *functions) if owner_of(each) == "user"}
     modules = [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
     scopes = [Scope("{}", variables, is_around=True) for variables in modules]
-    scopes += [Scope(f"{kind.__name__}.{{}}", _OfClass(kind), is_around=True) for kind in own]
+    scopes += [
+        Scope(f"{kind.__name__}.{{}}", _ClassVariables(kind), is_around=True) for kind in own
+    ]
     for variables in (*modules, *map(vars, own)):
         functions += [each for each in variables.values() if isinstance(each, FunctionType)]
     seen: set[FunctionType] = set()
@@ -93,12 +99,12 @@ def _scopes_of_function(
     if function in seen or not depth:
         return
     seen.add(function)
-    name = function.__qualname__.replace("<locals>.", "")
+    name = _escaped(function.__qualname__).replace("<locals>.", "")
     code = function.__code__
     if function.__dict__:
         yield Scope(f"{name}.{{}}", function.__dict__, is_around=True)
     if function.__closure__:
-        cells = _OfClosure(function)
+        cells = _ClosureVariables(function)
         yield Scope(f"{{}} of {name}", cells, is_around=True)
         for value in cells.values():
             if isinstance(value, FunctionType):
@@ -106,11 +112,11 @@ def _scopes_of_function(
     if function.__defaults__ or function.__kwdefaults__:
         defaults = function.__defaults__ or ()
         arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
-        held = dict(zip(arguments, defaults, strict=True)) | (function.__kwdefaults__ or {})
+        held = dict(zip(arguments, defaults, strict=False)) | (function.__kwdefaults__ or {})
         yield Scope(f"{{}} of {name}", held, is_around=True)
 
 
-class _OfClass(MutableMapping[str, Any]):
+class _ClassVariables(MutableMapping[str, Any]):
     """The variables of a class, whose `vars` cannot be written."""
 
     def __init__(self, kind: type):
@@ -132,7 +138,7 @@ class _OfClass(MutableMapping[str, Any]):
         return len(vars(self._kind))
 
 
-class _OfClosure(MutableMapping[str, Any]):
+class _ClosureVariables(MutableMapping[str, Any]):
     """The variables of a function's closure, without empty ones."""
 
     def __init__(self, function: FunctionType):

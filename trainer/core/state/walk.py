@@ -11,7 +11,8 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from operator import length_hint
@@ -27,15 +28,15 @@ DEPTH = 4  # of containers and objects in each other
 MOST_BYTES = 2**24  # of a tensor or an array that is read
 MOST_ITEMS = 1000  # of a container
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
+# not any mapping: to read or refill one may be to read or write a file, as with shelve
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 OF_A_MODULE = {*vars(nn.Module()), "_compiled_call_impl"}
 _NOTEBOOK = ("IPython", "ipykernel", "traitlets")  # which other threads change
 # packages whose objects are not looked into
 _CLOSED = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_", *_NOTEBOOK)
-_ITERATORS: tuple[type, ...] = (
-    *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70)))),
-    *(itertools.count, itertools.cycle),
-)
+_CONTAINERS: tuple[Iterable[Any], ...] = ([], (), "", b"", range(0), range(2**70))
+_OF_CONTAINERS: tuple[type, ...] = tuple(type(iter(each)) for each in _CONTAINERS)
+_ITERATORS = (*_OF_CONTAINERS, itertools.count, itertools.cycle)
 
 T = TypeVar("T")
 Restore = Callable[[], Any]  # puts something back
@@ -43,10 +44,11 @@ Parts = list[tuple[Any, T]]  # what a walk made of the parts of a value, by thei
 
 
 class Walk(Generic[T]):
-    """A walk over values. `constant` ones are not looked into, nor is any a second time."""
+    """A walk over values, `constant` ones apart."""
 
     samples = False  # looks at the first items of a container with more than MOST_ITEMS
-    most_values = math.inf  # of a container's and an object's, with theirs
+    repeats = True  # looks again into what is met a second time, outside of itself
+    most_values = math.inf  # that are visited from one `begin` on
 
     def __init__(self, constant: Iterable[object] = ()):
         self._constant = {id(each) for each in constant}
@@ -60,7 +62,7 @@ class Walk(Generic[T]):
         return self.visit(value)
 
     def plain(self, value: Any) -> T:
-        """Make something of a number, a string, or None."""
+        """Make something of a number, a string, None, or a scalar of numpy's as Python's."""
         raise NotImplementedError
 
     def closed(self, value: Any) -> T:
@@ -76,8 +78,8 @@ class Walk(Generic[T]):
     def position(self, state: Any, restore: Restore | None) -> T:
         """Make something of a generator of numbers, an iterator or a generator.
 
-        `state` says where it is, and can be compared; `restore` puts it back there. Without that,
-        only a copy of an iterator can take its place.
+        `state` says where it is, and can be compared; `restore` puts it back there. An iterator has
+        none: `copy_iterator` copies it before it goes on.
         """
         raise NotImplementedError
 
@@ -94,12 +96,21 @@ class Walk(Generic[T]):
 
     def visit(self, value: Any, depth: int = DEPTH) -> T:
         self._left -= 1
+        if isinstance(value, numpy.generic):
+            return self.plain(value.item())
         if isinstance(value, PLAIN):
             return self.plain(value)
         is_met = id(value) in self._constant or id(value) in self._seen
         if is_met or depth < 0 or self._left < 0 or isinstance(value, (type, ModuleType)):
             return self.closed(value)
         self._seen.add(id(value))
+        try:
+            return self._visit_parts(value, depth)
+        finally:
+            if self.repeats:
+                self._seen.discard(id(value))
+
+    def _visit_parts(self, value: Any, depth: int) -> T:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, numpy.ndarray):
@@ -110,9 +121,9 @@ class Walk(Generic[T]):
             return self._visit_container(value, depth)
         if isinstance(value, Optimizer):
             return self.owner(value, [*self._parts_of_optimizer(value, depth)])
+        is_entered = isinstance(value, nn.Module) or self.enters(type(value))
         # that of dict[str, int], a type in a variable, is the one of dict, which cannot be written
-        has_own = isinstance(getattr(value, "__dict__", None), dict) or slots_of(value)
-        if isinstance(value, nn.Module) or (has_own and self.enters(type(value))):
+        if is_entered and (isinstance(getattr(value, "__dict__", None), dict) or slots_of(value)):
             return self.owner(value, [*self._parts_of_owner(value, depth)])
         return self.closed(value)
 
@@ -120,7 +131,7 @@ class Walk(Generic[T]):
         is_namespace = isinstance(value, dict) and "__spec__" in value  # without builtins all ends
         if is_namespace or (len(value) > most and not self.samples):
             return self.closed(value)
-        every = value.items() if isinstance(value, Mapping) else enumerate(value)
+        every = value.items() if isinstance(value, dict) else enumerate(value)
         items = islice(every, min(len(value), MOST_ITEMS) if self.samples else None)
         return self.container(value, [(key, self.visit(each, depth - 1)) for key, each in items])
 
@@ -135,7 +146,7 @@ class Walk(Generic[T]):
                 yield key, self.visit(module, depth)
 
     def _parts_of_optimizer(self, value: Optimizer, depth: int) -> Iterator[tuple[Any, T]]:
-        """Yield the whole state, however many tensors it has, options, tensors and attributes."""
+        """Yield the state of all parameters, options, parameters and attributes."""
         yield "state", self._visit_container(value.state, DEPTH, math.inf)
         for group in value.param_groups:
             yield "param_groups", self._visit_container(group, 1)
@@ -183,17 +194,15 @@ def position_of(value: Any) -> tuple[Any, Restore | None] | None:
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return state.numpy().tobytes(), partial(value.set_state, state)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         own = value.getstate()
         return own, partial(value.setstate, own)
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
         return str(bits.state), partial(setattr, bits, "state", bits.state)
     if isinstance(value, numpy.random.RandomState):
-        held: Any = value.get_state(legacy=False)
-        numbers = held["state"]
-        state_ = numbers["pos"], numbers["key"].tobytes(), held["has_gauss"]
-        return state_, partial(value.set_state, held)
+        held = value.get_state(legacy=False)
+        return str(held), partial(value.set_state, held)
     if isinstance(value, _ITERATORS):
         return (repr(value), length_hint(value, -1)), None
     if isinstance(value, GeneratorType):
@@ -202,21 +211,24 @@ def position_of(value: Any) -> tuple[Any, Restore | None] | None:
 
 
 def copy_iterator(value: Any) -> Any:
-    """Return a copy of an iterator that goes on from the same place, or the value itself."""
+    """Return a copy of an iterator that goes on from the same place, or the value itself.
+
+    Of a cycle only if it goes over a container: a copy would share any other iterator.
+    """
     if not isinstance(value, _ITERATORS):
         return value
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), suppress(Exception):  # Python 3.14 copies no itertools
         warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, from Python 3.12 on
         if not isinstance(value, itertools.cycle):
             return copy.copy(value)
         parts: Any = value.__reduce__()
-        _, (inner,), (saved, is_saved) = parts  # copy.copy shares `inner`
-        try:
-            copied: Any = itertools.cycle(copy.copy(inner))
-        except TypeError:  # such as a generator
-            return value
-        copied.__setstate__((list(saved), is_saved))
-        return copied
+        _, (inner,), (saved, is_saved) = parts
+        if isinstance(inner, _OF_CONTAINERS):
+            again: Any = copy.copy(inner)
+            copied: Any = itertools.cycle(again)
+            copied.__setstate__((list(saved), is_saved))
+            return copied
+    return value
 
 
 def place_of(generator: GeneratorType) -> Any:
