@@ -8,6 +8,7 @@ from harness import CONF, fit, on_ranks, slow_but
 from harness.training import compose
 from mesh_gpt import Meshed
 from tiny import Tiny
+from torch import nn
 
 from trainer import ConfigError
 from trainer.core.strategy.modules import dry_run
@@ -196,3 +197,77 @@ def test_a_trial_hides_what_its_steps_print_and_nothing_of_other_threads(command
     ticks = [int(number) for number in re.findall(r"tick (\d+)", done.stdout)]
     assert len(ticks) > 20 and ticks == [*range(len(ticks))]  # 87 came on a busy machine
     assert done.stdout.count("a step of a trial or of the run") == 12
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer, which more micro-batches count faster."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.passes += 1
+        return inputs * (1 - 0.5 ** (1 + self.passes))
+
+
+class CountsAnd(Tiny):
+    """Has a note about more micro-batches at its first step."""
+
+    def build_model(self):
+        return nn.Sequential(Counting(), *super().build_model())
+
+
+class ScalesByRank(CountsAnd):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * (1 + self.world.rank) if self.step >= 3 else values
+
+
+class OtherWeightsByRank(CountsAnd):
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + 0.1 * self.world.rank))
+
+
+class StepsByRank(CountsAnd):
+    """Remembers a row of its rank in train_step, on which the next step depends."""
+
+    row = 0.0
+
+    def train_step(self, batch):
+        if self.step >= 5:
+            self.row = float(next(iter(batch))[1][0])
+        return super().train_step(batch)
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + self.row)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (ScalesByRank, "differs on rank 1"),
+        (OtherWeightsByRank, "rank 1 has other weights"),
+        (StepsByRank, "rank 1 has other values of self.row"),
+    ],
+)
+def test_a_note_about_another_layout_ends_no_check_of_this_one(task, words, tmp_path, capfd):
+    more = ["task=tiny", "run.steps=12", "data.global_batch=12", "strategy=ddp", "optim=sgd"]
+
+    def body():
+        with pytest.raises(ConfigError) as told:
+            fit(tmp_path, *more, task=task)
+        return str(told.value)
+
+    lines = on_ranks(2, body)
+    assert words in lines[0]
+    said = capfd.readouterr().out
+    assert said.count("with more micro-batches this run would differ") == 1, said
+
+
+def test_a_note_about_another_layout_is_said_once(tmp_path, capfd):
+    more = ["task=tiny", "run.steps=12", "data.global_batch=12", "strategy=ddp"]
+    (first, _) = on_ranks(2, lambda: fit(tmp_path, *more, task=CountsAnd))
+    said = capfd.readouterr().out
+    assert first["code"] == 0 and said.count("this run would differ") == 1, said

@@ -84,8 +84,9 @@ class StartupChecks(Inspection):
         self._open: CheckedRun | None = None
         self._rows: TrialRows | None = None
         self._checked: set[tuple[str, int]] = set()
-        self.found: list[str] = []  # lines about this layout
-        self.told: set[str] = set()  # lines about differences, which end later checks
+        self.found: list[str] = []  # lines about this layout, which end later checks
+        self.told: set[str] = set()  # lines about any layout
+        self._noted: set[str] = set()  # among what notes about another layout say it would show
         self._unsaved = UnsavedState(
             parts.hooks,
             engine.model,
@@ -135,7 +136,7 @@ class StartupChecks(Inspection):
         self._rows = None
         if step in TRIED_STEPS:
             self._try_step(run, step)
-        if step in LATE and not self.told:
+        if step in LATE and not self.found:
             self.is_due = True
             self._rows = self._read(run, max(run.cuts[0]) * step)
 
@@ -162,17 +163,18 @@ class StartupChecks(Inspection):
         for what in self._engine.effects.take():
             why = "in the trial passes of the start, too"
             run.say(f"note: {what} {why}: runs with another run.prove may differ")
-        result = self._agreed(name, loss, found, is_first, step)
-        if not is_first and not result.line:
+        result = self._agreed(run, name, loss, found, is_first, step)
+        if not is_first and not self._is_of_this_layout(run, result):
             objective = self._engine.open_objective(name).of(loss)
             with self._engine.trial(), sandbox(keep_modes(self._parts.strategy.module)):
                 line = self._parts.strategy.prove(self._rows.batch, objective)
-            result = replace(result, line=line, among=MESH)
+            if line:
+                result = replace(result, line=line, among=MESH)
         self._tell(run, result, name, time.monotonic() - begun, is_first)
 
     def _try_step(self, run: CheckedRun, step: int) -> None:
         """Try the task's own train_step on parts of the rows. A collective."""
-        if not run.steps.is_needed or self.told:
+        if not run.steps.is_needed or self.found:
             return
         result = run.steps.examine(step, self._most_cuts(run))
         if result.unproved:
@@ -213,12 +215,11 @@ class StartupChecks(Inspection):
         if line in self.told:
             return
         self.told.add(line)
-        parts = {"ranks": self._parts.strategy.mesh.data_size}
-        parts["micro-batches"] = run.batches.plan.accumulation
-        parts[MESH] = self._parts.strategy.mesh.size
-        among = [result.among] if result.among else ["ranks", "micro-batches"]
-        parts = {each: parts[each] for each in among}
-        if max(parts.values()) == 1:
+        if not self._is_of_this_layout(run, result):
+            is_other = result.among and not self._noted & {result.among, ""}
+            if self._noted and not is_other:  # one note is enough, also of what follows from it
+                return
+            self._noted.add(result.among)
             where = result.among or "ranks or micro-batches"
             run.say(f"with more {where} this run would differ: {line}")
             return
@@ -227,6 +228,14 @@ class StartupChecks(Inspection):
             run.say(f"warning: this run differs from one with a single micro-batch: {line}")
             return
         raise ConfigError(f"run.prove=true: {line}; set run.prove=warn to go on all the same")
+
+    def _is_of_this_layout(self, run: CheckedRun, result: CheckResult) -> bool:
+        """Return True for a line that is about this layout, not only about another one."""
+        mesh = self._parts.strategy.mesh
+        parts = {"ranks": mesh.data_size, "micro-batches": run.batches.plan.accumulation}
+        parts[MESH] = mesh.size
+        among = [result.among] if result.among else ["ranks", "micro-batches"]
+        return bool(result.line) and max(parts[each] for each in among) > 1
 
     def _agreement(self, accumulation: int) -> str:
         """Return what does not depend on the layout: BatchNorm over a micro-batch does."""
@@ -240,9 +249,18 @@ class StartupChecks(Inspection):
         return f"{outside}data, random numbers and buffers do not depend on the layout"
 
     def _agreed(
-        self, name: str, loss: Loss, result: CheckResult, is_first: bool, step: int
+        self,
+        run: CheckedRun,
+        name: str,
+        loss: Loss,
+        result: CheckResult,
+        is_first: bool,
+        step: int,
     ) -> CheckResult:
-        """Return the first result of any rank with a line, or that ranks differ. A collective."""
+        """Return the first result of any rank with a line, or that ranks differ. A collective.
+
+        That they differ comes before a line that is about another layout.
+        """
         assert self._rows is not None
         rows = self._rows
         digests = digest_rows(rows.batch)
@@ -257,12 +275,14 @@ class StartupChecks(Inspection):
         if other := find_odd_rank([details[1] for _, details in every], CLOSE):
             return CheckResult(explain_rows(other[0], int(rows.indices[other[1]])))
         results = [each for each, _ in every]
-        if (first_result := find_first(results)) is not None:
-            return replace(first_result, rows=result.rows)
-        limit = max(each.limit for each in results)
-        if other := find_odd_rank([each.digests for each in results], limit):
-            return self._name_rank(name, loss, other[0], is_first, step)
-        return CheckResult(rows=result.rows)
+        first_result = find_first(results)
+        first_result = first_result or CheckResult()
+        is_certain = self._is_of_this_layout(run, first_result) or first_result.unproved
+        if not is_certain and all(each.digests for each in results):
+            limit = max(each.limit for each in results)
+            if other := find_odd_rank([each.digests for each in results], limit):
+                return self._name_rank(name, loss, other[0], is_first, step)
+        return replace(first_result, rows=result.rows)
 
     def _name_rank(
         self, name: str, loss: Loss, rank: int, is_first: bool, step: int

@@ -243,9 +243,16 @@ class RowIndependenceCheck:
 
     def _compare(self, passes: SlicedPasses, every: Cuts, is_fixed: bool) -> CheckResult:
         """Compare all rows with those between cuts, or only with themselves if that `is_fixed`."""
-        subject = passes.subject
         cuts = (0, every[-1]) if is_fixed else every
         pair = self._run_both(passes, every, cuts)
+        result = self._judge(passes, pair, every, is_fixed)
+        limit = max(result.limit, OF_RANKS, self._limit_of(passes, pair.first.passed.dtype))
+        return replace(result, digests=pair.first.passed.digest(), limit=limit)
+
+    def _judge(self, passes: SlicedPasses, pair: Pair, every: Cuts, is_fixed: bool) -> CheckResult:
+        """Return what a pair of passes says of the rows between cuts."""
+        subject = passes.subject
+        cuts = (0, every[-1]) if is_fixed else every
         whole, parts = pair.first.passed, pair.parts
         if whole.written and self._parts.strategy.mesh.shard != 1:
             return CheckResult(explain_written(next(iter(whole.written)), "which sharding undoes"))
@@ -332,7 +339,7 @@ class RowIndependenceCheck:
             return CheckResult(
                 f"the parameter {name} {why}; change gradients in train_step, or clip"
             )
-        return CheckResult(digests=whole.digest(), limit=max(limit, OF_RANKS))
+        return CheckResult(limit=limit)
 
 
 def _run_first(passes: SlicedPasses, cuts: Cuts) -> FirstPass:

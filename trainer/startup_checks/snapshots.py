@@ -194,7 +194,7 @@ def take_snapshot(model: nn.Module, task: Any, has_private: bool = False) -> Sna
     around = (scope for scope in list_surroundings(nn.Identity(), task) if scope.is_around)
     of_task = (pair for scope in (scope_of_task(task), *around) for pair in scope.named())
     named = [*of_model, *of_task, *model.named_buffers()]
-    walk = Copier(constants_of(model))
+    walk = Copier(model.modules())
     return {name: walk.begin(value) for name, value in named}
 
 
