@@ -30,7 +30,7 @@ SAID = {
     "examples, so that each rank has the same number",
     "copied_generator.py": f"{WHAT}: the dataset draws random numbers (augmentation) that depend "
     "on rank or worker",
-    "bug=copied_generator": "error: run.prove=true: example 70 differs each time it is read: it "
+    "bug=copied_generator": "error: run.prove=true: example 70 has other values when it is read again: it "
     "depends on random of the data set, which reading changes",
     "uneven_ranks.py": "rank 1 of B has 10 batches in a pass, others 11: it leaves the loop, and "
     "they wait for its gradients",
