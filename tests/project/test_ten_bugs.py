@@ -30,8 +30,8 @@ SAID = {
     "examples, so that each rank has the same number",
     "copied_generator.py": f"{WHAT}: the dataset draws random numbers (augmentation) that depend "
     "on rank or worker",
-    "bug=copied_generator": "error: run.prove=true: example 70 has other values when it is read again: it "
-    "depends on random of the data set, which reading changes",
+    "bug=copied_generator": "error: run.prove=true: example 70 has other values when it is read "
+    "again: it depends on random of the data set, which reading changes",
     "uneven_ranks.py": "rank 1 of B has 10 batches in a pass, others 11: it leaves the loop, and "
     "they wait for its gradients",
     "fewer_workers.py": "the global batch is 16 examples in A and 8 in resumed: the batch size of "
