@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument(
         "--part",
         action="store_true",
-        help="of the long rows, run one; the commit chooses it, and the seed",
+        help="of the long rows, run one, which the commit chooses",
     )
     parser.add_argument("--cases", type=int, help="number of cases; replaces each row's default")
     parser.add_argument("--seed", type=int, default=0)
@@ -136,8 +136,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     names = given.only or list(ROWS)
     if given.part:
-        given.seed = find_part()
-        chosen = LONG[given.seed % len(LONG)]
+        chosen = LONG[find_part() % len(LONG)]
         print(f"of the long rows: {chosen}", flush=True)
         names = [name for name in names if name not in LONG or name == chosen]
     found = [measure(name, given.quick, given.cases, given.seed) for name in names]
