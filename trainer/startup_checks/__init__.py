@@ -85,7 +85,7 @@ class StartupChecks(Inspection):
         self._rows: TrialRows | None = None
         self._checked: set[tuple[str, int]] = set()
         self.found: list[str] = []  # lines about this layout, which end later checks
-        self.told: set[str] = set()  # lines about any layout
+        self.told: set[str] = set()  # lines that were told, about any layout
         self._noted: set[str] = set()  # among what notes about another layout say it would show
         self._unsaved = UnsavedState(
             parts.hooks,
@@ -214,15 +214,16 @@ class StartupChecks(Inspection):
             return
         if line in self.told:
             return
-        self.told.add(line)
         if not self._is_of_this_layout(run, result):
             is_other = result.among and not self._noted & {result.among, ""}
             if self._noted and not is_other:  # one note is enough, also of what follows from it
                 return
+            self.told.add(line)
             self._noted.add(result.among)
             where = result.among or "ranks or micro-batches"
             run.say(f"with more {where} this run would differ: {line}")
             return
+        self.told.add(line)
         self.found.append(line)
         if self._parts.config.run.prove == "warn":
             run.say(f"warning: this run differs from one with a single micro-batch: {line}")

@@ -52,9 +52,9 @@ def _escaped(name: str) -> str:
     return name.replace("{", "{{").replace("}", "}}")
 
 
-def is_own(kind: type) -> bool:
-    """Return True for a class of the user's own code, not of an installed package."""
-    return owner_of(kind) == "user"
+def is_own(definition: Any) -> bool:
+    """Return True for a class or a function of the user's own code, not of an installed package."""
+    return owner_of(definition) == "user"
 
 
 def scope_of_task(task: Any, name: str = "self", left_out: Container[str] = OF_A_TASK) -> Scope:
@@ -77,7 +77,7 @@ def list_surroundings(model: nn.Module, task: Any) -> list[Scope]:
     kinds = [base for each in (task, *model.modules()) for base in type(each).__mro__]
     own = [kind for kind in dict.fromkeys(kinds) if is_own(kind)]
     functions = [each for layer in model.modules() for each in functions_of(layer)]
-    names = {each.__module__ for each in (*own, *functions) if owner_of(each) == "user"}
+    names = {each.__module__ for each in (*own, *functions) if is_own(each)}
     modules = [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
     scopes = [Scope("{}", variables, is_around=True) for variables in modules]
     scopes += [
@@ -87,7 +87,7 @@ def list_surroundings(model: nn.Module, task: Any) -> list[Scope]:
         functions += [each for each in variables.values() if isinstance(each, FunctionType)]
     seen: set[FunctionType] = set()
     for function in functions:
-        if owner_of(function) == "user":
+        if is_own(function):
             scopes += _scopes_of_function(function, MOST_CLOSURE_DEPTH, seen)
     return [*scopes, Scope("os.environ[{!r}]", os.environ)]
 

@@ -1,6 +1,6 @@
 """One walk over Python values: what each is made of, to a depth. A subclass says what it makes.
 
-`Keep` in sandbox.py undoes changes; the startup checks copy values, and mark them.
+`Keeper` in sandbox.py undoes changes; the startup checks copy values, and mark them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OF_A_MODULE = {*vars(nn.Module()), "_compiled_call_impl"}
 _NOTEBOOK = ("IPython", "ipykernel", "traitlets")  # which other threads change
 # packages whose objects are not looked into
 _CLOSED = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_", *_NOTEBOOK)
-_CONTAINERS: tuple[Iterable[Any], ...] = ([], (), "", b"", range(0), range(2**70))
-_OF_CONTAINERS: tuple[type, ...] = tuple(type(iter(each)) for each in _CONTAINERS)
+_EXAMPLES: tuple[Iterable[Any], ...] = ([], (), "", b"", range(0), range(2**70))
+_OF_CONTAINERS: tuple[type, ...] = tuple(type(iter(each)) for each in _EXAMPLES)
 _ITERATORS = (*_OF_CONTAINERS, itertools.count, itertools.cycle)
 
 T = TypeVar("T")
